@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if path.match("test_*.py") and not _says_slow(path) else None
 
 
+_AXES: defaultdict[str, list[dict[str, int]]] = defaultdict(list)  # test: place of ids by axis
+
+
+def _in_turn(item: pytest.Item, every: int, first: int = 0) -> bool:
+    """One case of a grid in `every`, each value of an axis in turn."""
+    ids = item.callspec._idlist  # type: ignore[attr-defined]
+    axes = _AXES[item.nodeid.partition("[")[0]]
+    axes += [{} for _ in ids[len(axes) :]]
+    places = [axis.setdefault(name, len(axis)) for axis, name in zip(axes, ids, strict=True)]
+    return (sum(places) - first) % every == 0
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
+    for mark in item.iter_markers("rest_is_slow"):
+        if not _in_turn(item, *mark.args, **mark.kwargs):
+            item.add_marker("slow")
     ours = item.path.match("test_*.py")  # a suite of others brings marks of its own
     if ours and item.get_closest_marker("slow") and not _says_slow(item.path):
         raise pytest.UsageError(f"{item.nodeid} is slow, and its file does not say `slow`")

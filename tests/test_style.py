@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -29,10 +30,21 @@ def _files() -> list[Path]:
     return [path for top in TOPS for path in sorted((ROOT / top).rglob("*.py"))]
 
 
-def _docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+Lines = list[tuple[int, str]]  # each with the number of its line
+
+
+def _said(text: str) -> tuple[Lines, Lines]:
+    """Docstrings of a module, and all of its strings, docstrings among them."""
+    docs, strings = Lines(), Lines()
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, DOCUMENTED):
-            yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
+            docs.append((getattr(node, "lineno", 1), ast.get_docstring(node) or ""))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            strings.append((node.lineno, node.value))
+    return docs, strings
+
+
+_said_in = functools.cache(lambda path: _said(path.read_text()))
 
 
 def _comments(text: str) -> Iterator[tuple[int, str]]:
@@ -41,13 +53,9 @@ def _comments(text: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-def _riddles(text: str) -> list[str]:
-    said = [*_docstrings(ast.parse(text)), *_comments(text)]
-    said += [
-        (node.lineno, node.value)
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
+def _riddles(text: str, strings: Lines) -> list[str]:
+    # A comment lies in the text as it is, so most files need not be cut into tokens.
+    said = [*strings, *(_comments(text) if RIDDLES.search(text) else ())]
     return sorted({f"{line}: {m[0]}" for line, words in said for m in RIDDLES.finditer(words)})
 
 
@@ -56,14 +64,17 @@ def test_docstrings_open_with_a_verb_or_a_noun(top: str) -> None:
     bad = [
         f"{path.relative_to(ROOT)}:{line}: {doc.splitlines()[0]}"
         for path in sorted((ROOT / top).rglob("*.py"))
-        for line, doc in _docstrings(ast.parse(path.read_text()))
+        for line, doc in _said_in(path)[0]
         if QUESTION.match(doc)
     ]
     assert not bad
 
 
 def test_no_riddles() -> None:
-    found = {str(path.relative_to(ROOT)): _riddles(path.read_text()) for path in _files()}
+    found = {
+        str(path.relative_to(ROOT)): _riddles(path.read_text(), _said_in(path)[1])
+        for path in _files()
+    }
     assert not {name: lines for name, lines in found.items() if lines}
 
 
@@ -75,6 +86,8 @@ def test_no_riddles_in_documents() -> None:
 def test_the_patterns_catch_what_they_are_for() -> None:
     assert QUESTION.match("What a stage left.") and QUESTION.match("How tokens are chosen.")
     assert not QUESTION.match("Whatever") and not QUESTION.match("Howard")
-    assert _riddles('"""Unknown ids are none of its business."""')
-    assert _riddles("x = 1  # the how manyeth token")
-    assert not _riddles('"""Return the kept indices."""')
+    texts = ('"""Unknown ids are none of its business."""', "x = 1  # the how manyeth token")
+    assert all(_riddles(text, _said(text)[1]) for text in texts)
+    parted = 'x = "none of its " "business"'
+    assert _riddles(parted, _said(parted)[1]) == ["1: none of its business"]
+    assert not _riddles("", _said('"""Return the kept indices."""')[1])

@@ -16,6 +16,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Sequence
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +61,29 @@ def normal(text: str) -> tuple[object, ...]:
 def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> float:
     """Two-sided p of McNemar's exact test (1947) on paired right answers."""
     pairs = list(zip(first, second, strict=True))
-    lost, won = pairs.count((True, False)), pairs.count((False, True))
-    tail = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1))
-    return min(1.0, float(2 * tail / 2 ** (lost + won)))
+    return _binomial(*sorted((pairs.count((True, False)), pairs.count((False, True)))))
+
+
+@cache
+def _binomial(fewer: int, more: int) -> float:
+    """Two-sided p of a fair coin that fell so many times on either side."""
+    tail = sum(math.comb(fewer + more, k) for k in range(fewer + 1))
+    return min(1.0, float(2 * tail / 2 ** (fewer + more)))
 
 
 def paired_interval(first: Sequence[bool], second: Sequence[bool], seed: int = 0) -> list[float]:
     """95 % interval of the difference in accuracy by 10,000 resamples of the questions."""
     found, n = [int(b) - int(a) for a, b in zip(first, second, strict=True)], len(first)
     # A draw of questions with replacement is a draw of how many get worse, stay and get better.
-    odds = [found.count(each) / n for each in (-1, 0, 1)]
+    return [*_resampled(n, found.count(-1), found.count(0), found.count(1), seed)]
+
+
+@cache
+def _resampled(n: int, worse: int, same: int, better: int, seed: int) -> tuple[float, float]:
+    odds = [worse / n, same / n, better / n]
     drawn = np.random.default_rng(seed).multinomial(n, odds, 10_000)
-    return [float(x) for x in np.percentile((drawn[:, 2] - drawn[:, 0]) / n, [2.5, 97.5])]
+    low, high = np.percentile((drawn[:, 2] - drawn[:, 0]) / n, [2.5, 97.5])
+    return float(low), float(high)
 
 
 def read_questions(path: Path) -> list[Row]:

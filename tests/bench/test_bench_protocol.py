@@ -332,6 +332,7 @@ def test_full_on_the_cpu(
     assert all(row["ceilings"]["copy_gb_s"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_break_even_of_the_tiny_shape(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

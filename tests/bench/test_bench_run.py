@@ -33,6 +33,7 @@ def few_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "CPU_COPY_BYTES", 1 << 20)
 
 
+@pytest.mark.slow
 def test_every_method_end_to_end() -> None:
     # Site `pixel` needs a tower that packs patches; the preset's takes tiles.
     specs = [f"{m.name}:0.25" for m in methods("reducer") if m.sites != ("pixel",)]
@@ -94,6 +95,7 @@ _TOKENS = {
 _TOWER = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("name", ["qwen2.5-vl-7b", "qwen3-vl-8b"])
 def test_qwen_shapes_scaled_down(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same families, layouts and inputs as the real presets, small enough for a test."""

@@ -51,6 +51,7 @@ def test_sentences_are_unseen_and_of_the_vocabulary() -> None:
         assert {*spoken.english.split(), *spoken.velda.split()} <= words
 
 
+@pytest.mark.slow
 def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speech_translation, "POLICIES", ("offline", "wait:5"))
     monkeypatch.setattr(speech_translation, "SPOKEN", ("offline",))

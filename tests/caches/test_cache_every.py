@@ -66,6 +66,7 @@ def test_decoding_equals_hiding_what_a_slow_policy_drops_again(
     assert widths == {budget + (10 - 1) % every + 1}
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "spec", ["snapkv:0.4?window=2&every=3", "vatp:11?sink=1&every=2", "lagkv:0.5?every=4", "h2o:9"]

@@ -13,7 +13,6 @@ from cache_runs import MORE, close, new, rows, run
 from gate_models import give_gates
 from tiny_models import ALL_FAMILIES, FAMILIES, generate, tiny
 from transformers import DynamicCache, StaticCache, cache_utils
-from turns import in_turn_or_slow
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError
@@ -86,14 +85,16 @@ SCORES = (
 PREFILL = (SPECS[0], "lookm:0.4", "zipvl:0.5?low=0")  # act behind a prompt only
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_a_budget_that_keeps_all_changes_no_bit(family: str) -> None:
+@pytest.mark.parametrize("part", range(3))
+def test_a_budget_that_keeps_all_changes_no_bit(family: str, part: int) -> None:
     this = tiny(family)
     give_gates(this.model)
     for numbers in ([1], [0, 1]):
         inputs = rows(this, numbers)
         stock = generate(this, inputs, 4)
-        for spec in WHOLE:
+        for spec in WHOLE[part::3]:
             out = run(this, inputs, spec, tokens=4)
             assert torch.equal(out.sequences, stock.sequences), spec
             assert torch.equal(torch.stack(out.logits), torch.stack(stock.logits)), spec
@@ -103,7 +104,9 @@ def test_a_budget_that_keeps_all_changes_no_bit(family: str) -> None:
 NORMED = ("gemma3", "lfm2_vl", "qwen3_vl")
 
 
-@pytest.mark.parametrize("family, spec", in_turn_or_slow(ALL_FAMILIES, (*SPECS, *SCORES), every=6))
+@pytest.mark.rest_is_slow(6)
+@pytest.mark.parametrize("spec", (*SPECS, *SCORES))
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_ragged_batch_equals_single_rows(family: str, spec: str) -> None:
     if spec.startswith("knorm") and family in NORMED:
         pytest.skip("all norms of its keys are equal")
@@ -136,6 +139,7 @@ def _text(model: Any, ids: list[list[int]], spec: str | None) -> Any:
     return torch.stack(out.logits), sum(row.tokens_out for row in trace.rows)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("spec", SCORES)
 def test_a_model_of_text_alone(spec: str) -> None:
     """A ragged batch equals its rows alone, and a budget that keeps all changes no bit."""
@@ -151,6 +155,7 @@ def test_a_model_of_text_alone(spec: str) -> None:
     assert held < whole and not torch.allclose(together, stock, atol=1e-2)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_eager_attention_equals_sdpa(family: str, spec: str) -> None:
@@ -160,6 +165,7 @@ def test_eager_attention_equals_sdpa(family: str, spec: str) -> None:
     close(*out)
 
 
+@pytest.mark.rest_is_slow(5)
 @pytest.mark.parametrize("family", MORE)
 @pytest.mark.parametrize("spec", [*PREFILL, SPECS[3], *SCORES[1:3]])
 @pytest.mark.parametrize("chunk", [3, 16])
@@ -176,6 +182,7 @@ def test_a_prompt_in_chunks_equals_one_piece(family: str, spec: str, chunk: int)
         close(parts, whole)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", MORE)
 @pytest.mark.parametrize("spec", SPECS)
 def test_beams(family: str, spec: str) -> None:
@@ -187,6 +194,7 @@ def test_beams(family: str, spec: str) -> None:
         assert torch.equal(together[row], new(run(this, single, spec, **beams), single)[0])
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", [*PREFILL, *SPECS[2:]])
 def test_prompt_lookup_equals_greedy(family: str, spec: str) -> None:
@@ -199,6 +207,7 @@ def test_prompt_lookup_equals_greedy(family: str, spec: str) -> None:
     close(looked, greedy)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", MORE)
 @pytest.mark.parametrize("spec", [SPECS[0], "lookm:0.4?merge=none"])
 def test_a_text_turn_sees_what_is_left(family: str, spec: str) -> None:

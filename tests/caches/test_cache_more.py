@@ -29,6 +29,7 @@ SPECS = (
 )
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", MORE)
 @pytest.mark.parametrize("spec", SPECS[:3])
 def test_reduced_before_the_llm_equals_a_shorter_prompt(family: str, spec: str) -> None:
@@ -68,6 +69,7 @@ def test_reduced_inside_the_llm_equals_slicing_by_hand(family: str) -> None:
     torch.testing.assert_close(torch.cat(logits), torch.cat(both.logits), atol=2e-5, rtol=0)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_threads_and_copies_do_not_mix(family: str, spec: str) -> None:
@@ -96,6 +98,7 @@ def test_threads_and_copies_do_not_mix(family: str, spec: str) -> None:
     assert torch.equal(ends[0], ends[1]) and torch.equal(ends[0], alone[0])
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_second_video_finds_room(family: str, spec: str) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from cache_questions import SCORES, answers, ask, kinds_of, model_of
 from tiny_models import ALL_FAMILIES, FAMILIES, build, generate
-from turns import in_turn_or_slow
 
 from mmfast.attach import attach
 
@@ -40,11 +39,14 @@ def difference(
     return float((torch.stack(logits) - torch.cat(out.logits)).abs().max())
 
 
-@pytest.mark.parametrize("family, spec", in_turn_or_slow(ALL_FAMILIES, SCORES))
+@pytest.mark.rest_is_slow(3)
+@pytest.mark.parametrize("spec", SCORES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_decoding_equals_hiding_what_a_slow_policy_drops(family: str, spec: str) -> None:
     assert difference(family, spec) < 1e-5
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("fault", [0, 1])
 def test_windows_slide_at_every_step(family: str, fault: int) -> None:
@@ -85,12 +87,14 @@ def _contiguous(visible: dict[int, torch.Tensor], walk: cache_oracle.Walk) -> No
     walk.position = walk.position - gone
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("fault", [_other_head, _shifted, _one_entry, _contiguous])
 def test_the_oracle_sees_planted_faults(family: str, fault: Any) -> None:
     assert difference(family, "snapkv:0.4?window=5&kernel=3", fault) > 1e-3
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_what_is_left_of_the_difference_is_rounding(family: str) -> None:
     """In double precision nothing is."""

@@ -32,6 +32,7 @@ def read(cache: Any, index: int, n: int) -> torch.Tensor:
     return mine.expand(layer.keys.shape[1], -1)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("spec", SPECS[:3])
 def test_decoding_equals_hiding_what_is_not_read(family: str, spec: str) -> None:
@@ -69,6 +70,7 @@ def test_the_oracle_sees_planted_faults(family: str) -> None:
         assert (torch.stack(logits) - torch.cat(out.logits[1:])).abs().max() > 1e-3
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_all_blocks_are_the_whole_cache(family: str) -> None:
     this = tiny(family)
@@ -97,6 +99,7 @@ def test_the_frames_of_the_largest_product_are_read(family: str) -> None:
         assert read(out.past_key_values, index, length)[0].tolist() == expected
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", MORE)
 @pytest.mark.parametrize("spec", SPECS)
 def test_ragged_batches_beams_and_chunks(family: str, spec: str) -> None:

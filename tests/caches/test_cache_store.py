@@ -30,6 +30,7 @@ def age(walk: cache_oracle.Walk, index: int, seen: torch.Tensor, start: int, sto
         setattr(held, name, whole)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("score", [None, "snapkv:0.4?window=5&kernel=3", "lookm:0.45"])
 def test_decoding_equals_rounding_by_hand(family: str, score: str | None) -> None:
@@ -63,6 +64,7 @@ def test_decoding_equals_rounding_by_hand(family: str, score: str | None) -> Non
     torch.testing.assert_close(torch.stack(logits), torch.cat(out.logits), atol=2e-5, rtol=0)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shift", [-3, 3])
 def test_the_oracle_sees_a_few_entries_too_few_or_too_many(family: str, shift: int) -> None:
@@ -87,6 +89,7 @@ MIXED = (
 )
 
 
+@pytest.mark.rest_is_slow(5)
 @pytest.mark.parametrize("family", MORE)
 @pytest.mark.parametrize("spec", MIXED)
 def test_a_ragged_batch_and_beams_equal_single_rows(family: str, spec: str) -> None:
@@ -102,6 +105,7 @@ def test_a_ragged_batch_and_beams_equal_single_rows(family: str, spec: str) -> N
         )
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", [*MIXED[:2], MIXED[4]])
 def test_chunks_drafts_and_turns(family: str, spec: str) -> None:

@@ -66,15 +66,16 @@ def _stores(node: ast.ClassDef) -> bool:
 
 def holders(source: str) -> set[str]:
     """Classes of a module that hold keys and values, or numbers in few bits, themselves."""
-    tree, found = ast.parse(source), set()
+    read, found = (ast.ImportFrom, ast.ClassDef), set[str]()
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, read)]
     stock = {
         alias.asname or alias.name
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers")
         for alias in node.names
         if alias.name.endswith(("Cache", "Layer", "CacheLayerMixin"))
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.ClassDef):
             continue
         bases = {ast.unparse(base) for base in node.bases}

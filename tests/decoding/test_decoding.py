@@ -49,12 +49,14 @@ def _decode(
     return said, decoder
 
 
+@pytest.mark.parametrize("each", [60, pytest.param(250, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "window"), HEADS)
-def test_greedy_exact_equals_stock_generate_for_1000_prompts(name: str, window: int) -> None:
+def test_greedy_exact_equals_stock_generate(name: str, window: int, each: int) -> None:
+    """For 1000 prompts where all is run, and for 240 by default."""
     model, backbone, head = small.trained(name, window)
     tested = stood = 0
     for i, schedule in enumerate(("1,10", "boost", "balance", "MmmMMm")):
-        prompts = _prompts(250, 3 + 2 * i, i)
+        prompts = _prompts(each, 3 + 2 * i, i)
         want = small.greedy(model, prompts, 16)
         found, decoder = _decode(
             backbone, head, prompts.tolist(), 16, schedule=schedule, verify="exact"
@@ -76,6 +78,7 @@ def test_greedy_exact_with_untrained_drafts() -> None:
         assert found == small.greedy(model, prompts, 12)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("verify", ["exact", "none", "typical:0.2"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("name", "window"), HEADS[:2])
@@ -103,6 +106,7 @@ def test_ragged_acceptance_really_happens() -> None:
     assert len({stats.passes for stats in decoder.stats}) > 1
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(("foresee", "every"), [(False, 0), (True, 0), (True, 4)])
 @pytest.mark.parametrize(("name", "window"), HEADS)
 def test_exact_under_a_guide(name: str, window: int, foresee: bool, every: int) -> None:
@@ -201,6 +205,7 @@ SAMPLINGS = [
 ]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_sampling_exact_has_the_distribution_of_one_token_per_pass(sampling: Sampling) -> None:
     assert _distance("mctp", sampling) < 0.045
@@ -221,6 +226,7 @@ def _by_book(logits: Tensor, heats: tuple[float, float]) -> Tensor:
     return (logits / heat).softmax(-1)
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize("heats", [(0.5, 2.0), (0.0, 1.5)])
 @pytest.mark.parametrize("fault", [False, True])
 def test_a_temperature_per_codebook(
@@ -286,6 +292,7 @@ def test_processors_that_leave_nothing_are_named() -> None:
         Sampling(processors=["top"])
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("fault", ["always", "resample"])
 def test_a_planted_wrong_rule_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = row_module.accept_sampled

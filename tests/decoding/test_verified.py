@@ -38,6 +38,7 @@ def _drafts(trace: Any) -> tuple[int, int]:
     return row.tokens_in, row.tokens_out
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_greedy_tokens_of_every_family(family: str) -> None:
     this = tiny(family)

@@ -371,6 +371,7 @@ def test_recommended_methods_are_those_above_random_selection() -> None:
         assert scores == sorted(scores, reverse=True)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("known", [True, False])
 def test_methods_are_compared_on_one_clip(shelf: Shelf, known: bool) -> None:
     clip, asked = ask.chosen(CLIP, None), examples.questions(CLIP)[:2]

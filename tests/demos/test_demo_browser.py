@@ -261,6 +261,7 @@ def test_the_world_is_watched_and_asked(visit: Visit) -> None:
     page.locator("#pause").click()
 
 
+@pytest.mark.slow
 def test_the_camera_is_watched_and_asked(visit: Visit) -> None:
     visit.tab("Watch")
     page = visit.page
@@ -312,6 +313,7 @@ def test_a_typed_text_is_heard(visit: Visit) -> None:
     assert "audio tokens a pass" in page.locator("#say-figures").inner_text()
 
 
+@pytest.mark.slow
 def test_a_phone_never_scrolls_sideways(browser: Any, demo_url: str, pictures: Path) -> None:
     size = {"width": 390, "height": 740}
     visit = Visit(browser, demo_url, pictures, viewport=size, has_touch=True, color_scheme="dark")
@@ -329,6 +331,7 @@ def test_a_phone_never_scrolls_sideways(browser: Any, demo_url: str, pictures: P
     visit.close()
 
 
+@pytest.mark.slow
 def test_everything_is_reached_with_the_keyboard(visit: Visit) -> None:
     page = visit.page
     page.locator("button.gallery-item", has_text="?").first.wait_for()  # these come a little later

@@ -31,6 +31,7 @@ def test_unknown_arguments_and_folders_are_refused(tmp_path: Path) -> None:
         docs.outputs(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]

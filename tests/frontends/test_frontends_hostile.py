@@ -82,6 +82,7 @@ def test_random_bytes(head: bytes, tail: bytes) -> None:
     read_anyhow(head + tail)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("name", FORMATS)
 @hostile
 @given(share=st.floats(0, 1, exclude_max=True))
@@ -96,6 +97,7 @@ def test_random_truncation(samples: dict[str, bytes], tmp_path: Path, name: str,
             assert name in ("ts", "gif", "png")
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize("name", FORMATS)
 @hostile
 @given(

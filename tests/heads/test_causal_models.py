@@ -76,12 +76,14 @@ def _decode(
     return [guide.said for guide in guides], decoder.stats
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("name", ZOO)
 def test_fifty_steps_of_training_lower_the_loss(name: str) -> None:
     losses = _learned(name)[3]
     assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize("name", ZOO)
 def test_greedy_says_what_stock_generate_says(name: str) -> None:
     model, head, said, _ = _learned(name)
@@ -169,6 +171,7 @@ def _chi_square(name: str) -> float:
     return sum((counts[line] - LINES * p) ** 2 / (LINES * p) for line, p in want.items())
 
 
+@pytest.mark.rest_is_slow(3, 2)
 @pytest.mark.parametrize("name", ZOO)
 def test_sampling_has_the_distribution_of_the_stock_model(name: str) -> None:
     assert _chi_square(name) < CRITICAL

@@ -35,6 +35,7 @@ def _drafts(right: Tensor, wrong: float) -> FrameDrafts:
     return FrameDrafts(torch.where(noise, torch.randint_like(right, 32), right))
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("share", [0.0, 0.05, 1.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_is_identical_for_a_thousand_frames(kind: str, share: float) -> None:
@@ -103,6 +104,7 @@ def _sampled(kind: str, share: float, certain: bool, sampling: Sampling) -> tupl
     return _distance(said, 4, exact), noise
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("certain", [False, True])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize("kind", KINDS)
@@ -188,6 +190,7 @@ def test_drafters_of_any_kind_plug_in(sampling: Sampling) -> None:
             assert torch.equal(codes, right)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("fault", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_temperature_per_codebook(

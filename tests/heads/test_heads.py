@@ -56,6 +56,7 @@ def _input(head: Any, k: int, hidden: Tensor, embed: Tensor) -> Tensor:
     return pair @ head.projs[k].weight.T
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("window", [0, 1, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_equals_a_loop(name: str, window: int) -> None:
@@ -101,6 +102,7 @@ def test_learning_makes_guesses_better_and_leaves_the_backbone(name: str) -> Non
     assert all(p.grad is None for p in backbone.model.parameters())
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("window", [0, 1, 4])
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("name", NAMES)

@@ -304,6 +304,7 @@ def test_machine_code_reads_wide_and_spills_nothing() -> None:
         assert binary.registers <= 128, (binary.label, binary.registers)
 
 
+@pytest.mark.slow
 def test_what_a_launch_makes_of_missing_and_single_things_compiles() -> None:
     """A launch turns None and 1 into constants of the program."""
     ones = dict.fromkeys(["frames", "n", "d", "period", "frame_stride", "row_stride"], 1)

@@ -22,16 +22,14 @@ APART = {
 }
 
 
+NAMES = {ast.keyword: "arg", ast.Attribute: "attr", ast.Constant: "value", ast.arg: "arg"}
+
+
 def named(source: str) -> bool:
     """A module writes the old name as an argument, an attribute or a key."""
     for node in ast.walk(ast.parse(source)):
-        found = {
-            ast.keyword: lambda n: n.arg,
-            ast.Attribute: lambda n: n.attr,
-            ast.Constant: lambda n: n.value,
-            ast.arg: lambda n: n.arg,
-        }.get(type(node), lambda _: None)(node)
-        if found == OLD:
+        name = NAMES.get(type(node))
+        if name is not None and getattr(node, name) == OLD:
             return True
     return False
 

@@ -42,6 +42,7 @@ def _written(name: str, given: bool, **more: Any) -> Any:
         return (*written(model, batch, TOKENS, **cache, **more)[:2], cache.get(CACHE))
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("name", TEXTS)
 def test_logits_are_those_of_the_stock_cache(name: str) -> None:
     tokens, logits, _ = _written(name, False)
@@ -93,6 +94,7 @@ def test_an_entry_is_never_written_over_for_copies() -> None:
     assert held == [[1.0], [2.0, 2.0], [2.0]]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(
     "options", [{}, {"reduce": "evs:0.5"}, {"cache": "snapkv:0.5"}, {"cache": "sentencekv:0.5"}]
 )

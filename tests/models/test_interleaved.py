@@ -69,6 +69,7 @@ def from_nothing(
     return ids
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("kind", [*CLASSES, "embedded"])
 def test_a_growing_cache_is_full_recomputation(kind: str, joint: bool) -> None:

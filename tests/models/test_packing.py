@@ -118,6 +118,7 @@ def test_copies_share_the_weights() -> None:
     assert not layer._forward_hooks and type(copy.deepcopy(layer)) is PackedLinear
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 9, 40])

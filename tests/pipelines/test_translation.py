@@ -114,6 +114,7 @@ def test_speech_is_translated_before_it_ends(pipe: SpeechTranslation, recording:
     assert found.trace.rows[0].tokens_in > late.trace.rows[0].tokens_in == 1
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize(
     "policy", ["agreement:2", "wait:4", "greedy", "confidence:0.9", "learned:0.9", "interleaved:1"]
 )

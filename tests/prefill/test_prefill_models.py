@@ -101,6 +101,7 @@ PROMPTED = [
 ]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(("family", "name"), PROMPTED)
 def test_prompt_of_a_family(family: str, name: str) -> None:
     this = tiny(family)
@@ -115,6 +116,7 @@ def test_prompt_of_a_family(family: str, name: str) -> None:
     assert torch.equal(logits, torch.stack(stock.logits)) and not trace.rows
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("name", ["sample_attention", "pbs"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batch_with_padding_and_heads_of_their_own(family: str, name: str) -> None:
@@ -130,6 +132,7 @@ def test_batch_with_padding_and_heads_of_their_own(family: str, name: str) -> No
     torch.testing.assert_close(together, by_itself, atol=1e-5, rtol=0)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ["llava_onevision", "qwen2_5_vl"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_chunks_and_static_caches(family: str, attention: str) -> None:

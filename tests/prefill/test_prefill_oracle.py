@@ -83,6 +83,7 @@ def slow(spec: str, layer: PromptLayer, size: int) -> np.ndarray:
     return oracles.ORACLES[name](*numbers(layer), float(budget), size, **CASES[spec])
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("spec", CASES)
 def test_choice_is_that_of_the_oracle(spec: str, shape: tuple[int, int, int]) -> None:
@@ -94,6 +95,7 @@ def test_choice_is_that_of_the_oracle(spec: str, shape: tuple[int, int, int]) ->
     np.testing.assert_allclose(choice.reads(length, n), mask.sum((1, 2)) / length, rtol=1e-6)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("spec", list(CASES)[::2])
 def test_attention_is_exact_on_the_choice(spec: str, shape: tuple[int, int, int]) -> None:

@@ -28,18 +28,21 @@ def test_every_method_has_an_oracle() -> None:
     assert {m.name for m in METHODS} == set(oracles.ORACLES)
 
 
+@pytest.mark.rest_is_slow(3)
 @by_name
 @pytest.mark.parametrize("kind", KINDS)
 def test_oracle(method: Method, kind: str) -> None:
     checks.check_oracle(method, kind)
 
 
+@pytest.mark.rest_is_slow(3)
 @by_name
 @pytest.mark.parametrize("kind", ["random", "frozen", "video"])
 def test_exact_budget_up_to_6272(method: Method, kind: str) -> None:
     checks.check_exact_budget_up_to_6272(method, kind)
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @by_name
 @pytest.mark.parametrize("kind", ["random", "video", "frozen", "equal"])
 def test_batch_equals_one_by_one(method: Method, kind: str) -> None:

@@ -99,6 +99,7 @@ def asked_while_watching(engine: Engine, family: str, spec: str | None, seed: in
     return [*found, state(memory)]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_of_a_copy(

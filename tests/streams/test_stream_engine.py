@@ -61,6 +61,7 @@ def test_branch_writes_as_the_stock_model_does(family: str) -> None:
     engine.close()
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("spec", [None, "sink:6+window:40"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_branches_leave_the_stream_alone(family: str, spec: str | None) -> None:
@@ -80,6 +81,7 @@ def test_branches_leave_the_stream_alone(family: str, spec: str | None) -> None:
     engine.close()
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize("spec", [None, "sink:6+window:40"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_branch_keeps_is_what_was_appended(family: str, spec: str | None) -> None:

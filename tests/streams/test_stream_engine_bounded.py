@@ -11,7 +11,6 @@ from stream_checks import FAMILIES, frame, model_of, positions, same, state, sto
 from stream_oracle import SlowStream
 from tiny_models import build
 from torch import Tensor
-from turns import in_turn_or_slow
 
 from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MmfastError, SpecError
@@ -37,6 +36,7 @@ def long_stream(family: str, model: Any) -> list[Piece]:
     return [piece for seed in range(3) for piece in stream(family, model, 6, 10 * seed)]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("slack", [0.0, 0.25, 2.0])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sinks_and_window_against_the_slow_stream(family: str, slack: float) -> None:
@@ -197,7 +197,9 @@ def consistent(memory: Memory) -> bool:
     return True
 
 
-@pytest.mark.parametrize("family, policy", in_turn_or_slow(FAMILIES, POLICIES))
+@pytest.mark.rest_is_slow(3)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_memory_by_score_is_bounded_at_every_step(family: str, policy: str) -> None:
     engine = Engine(model_of(family))
     memory = engine.memory(plan_cache(f"sink:6+{policy}:48"))
@@ -384,6 +386,7 @@ def test_attention_is_that_of_the_stock_model(family: str) -> None:
     engine.close()
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(
     "policy", ["snapkv:48", "lookm:48", "expected_attention:48", "keynorm:48+rekv:2"]
 )

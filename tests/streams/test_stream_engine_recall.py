@@ -48,6 +48,7 @@ def test_all_that_left_is_the_whole_prompt(family: str) -> None:
     engine.close()
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("choose", [everything, by_layer])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_layers_choose_against_the_slow_stream(family: str, choose: Any) -> None:
@@ -96,6 +97,7 @@ def test_the_question_asks_with_its_own_queries_before_rope() -> None:
     engine.close()
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("spec", ["rekv:2", "resv:0.4", "rekv:3+quant:8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_reading_leaves_stream_and_archive_alone(family: str, spec: str) -> None:

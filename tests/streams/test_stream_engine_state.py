@@ -28,6 +28,7 @@ def answer(engine: Engine, memory: Memory, piece: Any, tokens: int = 3) -> list[
     return logits
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_interleaved_streams_are_each_as_if_alone(family: str) -> None:
     model = model_of(family)
@@ -53,6 +54,7 @@ def test_interleaved_streams_are_each_as_if_alone(family: str) -> None:
     engine.close()
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_threads_do_not_see_each_other(family: str) -> None:
     model = model_of(family)
@@ -107,6 +109,7 @@ def test_a_snapshot_goes_on_bit_for_bit(spec: str | None, dtype: torch.dtype) ->
     small.close()
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("where", [0, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_failure_in_the_middle_changes_nothing(family: str, where: int) -> None:

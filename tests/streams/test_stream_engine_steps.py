@@ -87,6 +87,7 @@ def test_random_answers_against_answers_laid_out_anew(seed: int) -> None:
     engine.close()
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(
     "spec",
     [

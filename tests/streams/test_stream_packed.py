@@ -31,6 +31,7 @@ def watched(engine: Engine, family: str, spec: str, frames: int = 16) -> Memory:
     return memory
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(("bits", "far"), [(8, 0.02), (4, 0.25)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_near_those_of_an_unpacked_window(family: str, bits: int, far: float) -> None:
@@ -102,6 +103,7 @@ def test_bytes_of_a_packed_window_stay(bits: int) -> None:
     engine.close()
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(
     "spec", [f"{place}+{QUANT.format(4)}" for place in (*PLACES, "window:60+keynorm:0.5")]
 )
@@ -124,6 +126,7 @@ def test_a_saved_packed_stream_goes_on_bit_for_bit(family: str, spec: str) -> No
     engine.close()
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_questions_leave_a_packed_stream_alone(family: str) -> None:
     engine, spec = (

@@ -49,6 +49,7 @@ def _work(engine: Engine, memory: Memory, pieces: list[Piece]) -> tuple[float, f
     return median(operations), median(spent)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ["llava_onevision", "qwen2_5_vl", "qwen3_vl"])
 def test_a_frame_costs_as_many_operations_however_many_frames_have_a_token_left(
     family: str,

@@ -102,6 +102,7 @@ def test_pages_are_stable_and_some_fonts_never_trained_on() -> None:
     assert len(seen[TRAIN]) > len(TRAINED) / 2
 
 
+@pytest.mark.rest_is_slow(5)
 @pytest.mark.parametrize("page", SEVERAL)
 def test_words_lie_apart_and_within_tiles(page: PrintedPage) -> None:
     covered = np.zeros(page.picture.shape[:2], int)
@@ -128,6 +129,7 @@ def _read(words: list[Printed]) -> list[Printed]:
     return sorted(words, key=lambda word: (sum(middle(word) >= e for e in ends), word.box[0]))
 
 
+@pytest.mark.rest_is_slow(5, 1)
 @pytest.mark.parametrize("page", SEVERAL)
 def test_facts_are_what_a_reader_of_the_places_finds(page: PrintedPage) -> None:
     """Rows and columns by geometry alone, without what the page knows of them."""
@@ -322,6 +324,7 @@ def test_pointing_is_the_attention_of_the_model() -> None:
     assert float(loss.detach()) == pytest.approx(by_hand, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_lessons_show_what_says_something_and_never_what_is_held() -> None:
     model, processor = load(str(embedded_path("tiny-document")), "cpu", "float32")
     learn_words(model, processor)

@@ -99,6 +99,7 @@ def test_it_understands_recordings(model: Any) -> None:
     assert found.rate < 0.3
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("head", ["mctp", "mtp"])
 def test_exact_is_one_token_per_pass(model: Any, head: str) -> None:
     passes = tokens = 0

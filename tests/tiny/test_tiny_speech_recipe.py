@@ -217,6 +217,7 @@ def test_lessons_of_replies_are_judged_on_whole_replies() -> None:
     assert asked == "hello"
 
 
+@pytest.mark.slow
 def test_replies_are_learned() -> None:
     task = reply.ReplyTask(layout(1, 1), 0, 3e-3)
     rows = [update(task, task.batches(step, 0.1)[:1], 1.0) for step in range(4)]

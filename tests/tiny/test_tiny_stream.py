@@ -189,6 +189,7 @@ def test_a_file_of_the_world_is_watched(tmp_path: Path) -> None:
     assert answer == str(event.number)
 
 
+@pytest.mark.slow
 def test_rows_from_the_command_line_make_a_table(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -121,6 +121,7 @@ def test_a_head_learns_what_stays(tmp_path: Path) -> None:
     assert load_head(tmp_path / "nowhere") is None
 
 
+@pytest.mark.slow
 def test_the_recipe_of_the_head(tmp_path: Path) -> None:
     """Any encoder-decoder learns from sentences of its source alone."""
     texts = tmp_path / "texts.txt"

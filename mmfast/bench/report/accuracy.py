@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from mmfast.bench.report.table import (
@@ -27,6 +28,7 @@ ALL = "all tokens"
 Points = dict[str, list[tuple[float, float]]]  # method: (kept share, accuracy)
 
 
+@cache
 def label(reduce: str | None) -> str:
     """A spec without its budgets: its name across budgets."""
     if not reduce:

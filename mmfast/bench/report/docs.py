@@ -225,8 +225,8 @@ def _differences(method: Method, known: Mapping[str, Any]) -> list[str]:
 def _reducer_rows(method: Method, folder: Path) -> list[str]:
     cells = []
     for suite, what in SUITES.items():
-        found = by_share(read_rows(folder, suite)).get(method.name, {})
-        whole = by_share(read_rows(folder, suite)).get("all tokens", {}).get(1.0)
+        lines = by_share(read_rows(folder, suite))
+        found, whole = lines.get(method.name, {}), lines.get("all tokens", {}).get(1.0)
         if found and whole:
             parts = [score(found[s]) if s in found else NOT_MEASURED for s in SHARES]
             cells.append((what, score(whole), *parts))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from functools import lru_cache
+
 from mmfast.bench.leaderboard.grid import STOCK
 from mmfast.bench.leaderboard.standing import gather, standing
 from mmfast.bench.report.table import NOT_MEASURED, ReportTable, Rows, score, stamp
@@ -10,9 +13,19 @@ from mmfast.bench.results import Row
 _SHOWN = 5  # methods that are listed as not told apart
 
 
+@lru_cache(maxsize=2)
+def _standing(cells: str) -> Row:
+    return standing(json.loads(cells))
+
+
+def _document(rows: Rows) -> Row:
+    """The standing of rows; what stands above a table asks for that of the table again."""
+    return _standing(json.dumps(rows))
+
+
 def _ranked(rows: Rows) -> list[Row]:
     """Methods of one suite at its smallest budget, by rank."""
-    document = standing(rows)
+    document = _document(rows)
     budget = min((row["budget"] for row in document["ranks"]), default=None)
     known = {(row["method"], row["budget"]): row for row in document["rows"]}
     ranked = [row for row in document["ranks"] if row["budget"] == budget]
@@ -32,7 +45,7 @@ def _gain(row: Row) -> str:
 
 
 def _above(rows: Rows) -> str:
-    document = standing(rows)
+    document = _document(rows)
     stock = next((row for row in document["rows"] if row["method"] == STOCK), None)
     budget = min((row["budget"] for row in document["ranks"]), default=None)
     if stock is None or budget is None:
@@ -50,7 +63,7 @@ def _below(rows: Rows) -> str:
 
 def _jobs(rows: Rows) -> list[Row]:
     found = list[Row]()
-    for job in standing(rows)["jobs"]:
+    for job in _document(rows)["jobs"]:
         tied, more = job["tied"][:_SHOWN], len(job["tied"]) - _SHOWN
         names = ", ".join(f"`{name}`" for name in tied) + (f" and {more} more" if more > 0 else "")
         names = names or ("none" if job["of"] > 1 else "the only one measured")

@@ -95,6 +95,7 @@ def test_first_sound_rows():
     assert [row["n"] for row in rows] == [2, 1] * 3
 
 
+@pytest.mark.slow
 def test_modes_are_compared_on_the_same_sentences(model):
     lines = unseen_lines(1, 0)
     rows = {row["job"]: row for row in speech_speed.mode_rows(model, lines, 2, nothing)}

@@ -86,6 +86,7 @@ def test_a_row_of_a_score_policy_tells_its_bound() -> None:
     assert row["held_growth"] == 0 and row["positions"] <= 4 * row["most"] * 1.25 + 16
 
 
+@pytest.mark.slow
 def test_rows_of_prefill_keep_the_share() -> None:
     whole, reduced = stream.prefill_rows(layers=1, frames=2, rounds=1)
     assert whole["kept"] == 2 * 196

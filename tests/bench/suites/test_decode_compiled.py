@@ -33,6 +33,7 @@ def case() -> Any:
     return build("tiny", ("llm", "decode"), 2)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("spec", SPECS)
 def test_one_graph_and_the_tokens_of_eager_steps(case: Any, spec: str | None) -> None:
     run = CompiledRun(case, STEPS)
@@ -55,6 +56,7 @@ def test_attached_anew_nothing_is_compiled_again(case: Any) -> None:
     assert all(torch.equal(tokens, said[0]) for tokens in said)
 
 
+@pytest.mark.slow
 def test_code_of_another_spec_is_not_used(case: Any) -> None:
     """Steps compiled for one spec, and for the stock model, decode right under another."""
     run, step = CompiledRun(case, 4), torch.compile(case.model, fullgraph=True, **EAGER)
@@ -118,6 +120,7 @@ def test_a_planted_number_that_changes_is_found(case: Any, monkeypatch: pytest.M
     assert did.again > 0
 
 
+@pytest.mark.slow
 def test_rows_of_the_benchmark() -> None:
     rows = decode.compiled_rows(
         "tiny", 2, 3, 2, (None, "fastv@llm3:0.5"), device="cpu", options=EAGER

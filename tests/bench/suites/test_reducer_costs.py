@@ -78,6 +78,7 @@ def _operations(method: Method, tokens: Tokens) -> int:
     return counted(reduction(method, tokens)).count
 
 
+@pytest.mark.rest_is_slow(3)
 @by_name
 def test_no_temporary_is_much_larger_than_the_features(method: Method) -> None:
     tokens = clip(32, 14, 256)

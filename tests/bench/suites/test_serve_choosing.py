@@ -11,6 +11,7 @@ from mmfast.bench.suites.serve import mix
 from mmfast.models.kv.selection import Selection
 
 
+@pytest.mark.slow
 def test_every_spec_is_measured_beside_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mix, "_TOKENS", 4)
     monkeypatch.setattr(mix, "CHATS", 3)

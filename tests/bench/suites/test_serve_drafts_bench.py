@@ -12,6 +12,7 @@ from mmfast.serve.engine.decode import DecodeBatch
 from mmfast.serve.engine.second_model import SecondModel
 
 
+@pytest.mark.slow
 def test_every_way_is_measured_beside_none(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = SecondModel.begin
 

@@ -10,6 +10,7 @@ from mmfast.bench.suites.serve import paged as serve_paged
 from mmfast.core.errors import MmfastError
 
 
+@pytest.mark.slow
 def test_each_way_to_answer_is_measured() -> None:
     ticks: list[tuple[str, int, int]] = []
     rows = serve_paged.paged(lambda *tick: ticks.append(tick), rounds=1)

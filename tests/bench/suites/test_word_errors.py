@@ -65,6 +65,7 @@ def test_recordings_are_heard(recogniser, spoken):
     assert total.rate <= 0.12, list(zip([text for text, _ in spoken], heard, strict=True))
 
 
+@pytest.mark.slow
 def test_the_grammar_alone_hears_nothing(recogniser, spoken):
     """In noise of the same loudness, and in another sentence, the words are not there."""
     rng = torch.Generator().manual_seed(0)

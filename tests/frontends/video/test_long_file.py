@@ -47,6 +47,7 @@ def file(tmp_path_factory: pytest.TempPathFactory):
 NAMES = (*CLIPS, "rotated", "edit list")
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_sampling_gives_identical_frames(file, name: str) -> None:
     clip = file(name)
@@ -54,6 +55,7 @@ def test_every_sampling_gives_identical_frames(file, name: str) -> None:
         assert same(clip.sliced(fps), clip.sequential(fps)), fps
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_front_end_gives_identical_frames(file, name: str) -> None:
     clip = file(name)

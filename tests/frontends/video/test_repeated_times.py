@@ -97,6 +97,7 @@ def short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 KINDS = [(name, kind) for name in MENDED for kind in ("mkv", "mp4", "B-frames")]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(("name", "kind"), [k for k in KINDS if k[0] != BACK or k[1] == "mkv"])
 def test_every_reader_gives_the_same_times(name: str, kind: str, stamped) -> None:
     times, seconds = MENDED[name], pytest.approx(wanted(MENDED[name]), abs=1e-9)
@@ -121,6 +122,7 @@ def test_every_reader_gives_the_same_times(name: str, kind: str, stamped) -> Non
     assert facts["metadata"] == clip.metadata()
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("name", MENDED)
 @pytest.mark.parametrize("fps", [3.0, 12.5, 60.0])
 def test_sampled_frames_agree(name: str, fps: float, stamped) -> None:

@@ -235,6 +235,7 @@ print(xnn_alone(), product._packed is not None)
 """
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("counts", [("1",), ("2", "1")])
 def test_xnnpack_is_left_alone_where_it_has_threads(counts: tuple[str, ...]) -> None:
     command = [sys.executable, "-c", THREADS, *counts]

@@ -42,6 +42,7 @@ def _slow(model: Any, head: Any, ids: Tensor, at: int, drafts: bool) -> float:
     return total
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(("name", "window"), [("mctp", 0), ("mtp", 0), ("mctp", 1)])
 def test_the_loss_is_the_divergence_behind_drafts(name: str, window: int) -> None:
     model, backbone, head = small.trained(name, window)

@@ -38,6 +38,7 @@ def ranked(attention: Tensor, item: Tensor, count: int) -> list[int]:
     return sorted(means.topk(count).indices.tolist())
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_choice_and_logits(family: str, attention: str) -> None:

@@ -77,6 +77,7 @@ def answer(this: Tiny, inputs: dict[str, Any], spec: str, tokens: int) -> tuple[
         return generate(this, inputs, tokens), trace
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["video", "mixed"])

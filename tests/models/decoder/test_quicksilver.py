@@ -95,6 +95,7 @@ def held(cache: Any) -> list[int]:
     return [layer.keys.shape[2] for layer in cache.layers]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("name", some_slow(TEXTS, 3))
 @pytest.mark.parametrize("knobs", KNOBS)
 def test_text_equals_a_loop_of_masks(name: str, knobs: str) -> None:
@@ -124,6 +125,7 @@ def groups_of(this: Tiny, inputs: dict[str, Any], given: oracle.Prompt, tokens: 
     return [torch.cat([text.nonzero()[:, 0], *(given.items if tokens == "all" else [])]).sort()[0]]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", some_slow(FAMILIES, 4))
 @pytest.mark.parametrize("knobs", some_slow(KNOBS[1:] + KNOBS[:1], 2))
 @pytest.mark.parametrize("tokens", ["media", "all"])

@@ -69,6 +69,7 @@ def compare(decoder: Any, seed: int = 0) -> None:
     capture.remove()
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_every_family_in_both_dtypes(family: str) -> None:
     decoder = build(family).model.get_decoder()

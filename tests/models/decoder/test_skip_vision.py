@@ -72,6 +72,7 @@ def dense(
     return eager.model.lm_head(text.norm(hidden[0])), kept
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["video", "mixed"])
 def test_every_step_equals_a_loop_over_layers(family: str, kind: str) -> None:

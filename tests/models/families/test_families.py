@@ -23,6 +23,7 @@ def prompt(this: Tiny, kind: str, text: str = "on {} what?", seed: int = 0) -> d
     return this.inputs([text.replace("{}", f"{{{kind}}}")], **this.media(kind, 1, seed))
 
 
+@pytest.mark.rest_is_slow(3)
 @each
 def test_share_of_one_is_bit_identical(family: str, kind: str) -> None:
     this = tiny(family)
@@ -36,6 +37,7 @@ def test_share_of_one_is_bit_identical(family: str, kind: str) -> None:
     assert torch.equal(this.model(**inputs).logits, stock)
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @each
 def test_pruning_equals_removal_by_hand(family: str, kind: str) -> None:
     this = tiny(family)
@@ -50,6 +52,7 @@ def test_pruning_equals_removal_by_hand(family: str, kind: str) -> None:
     assert (logits - wrong).abs().max() > 1e-2
 
 
+@pytest.mark.rest_is_slow(3)
 @each
 @pytest.mark.parametrize("spec", [INSIDE, MERGE])
 def test_inside_and_merging_equal_the_oracle(family: str, kind: str, spec: str) -> None:
@@ -65,6 +68,7 @@ def test_inside_and_merging_equal_the_oracle(family: str, kind: str, spec: str) 
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.rest_is_slow(5)
 @each
 @pytest.mark.parametrize("spec", [PRUNE, INSIDE, DEEP])
 def test_greedy_equals_a_recompute(family: str, kind: str, spec: str) -> None:
@@ -81,6 +85,7 @@ def test_greedy_equals_a_recompute(family: str, kind: str, spec: str) -> None:
     assert torch.equal(logits.argmax(-1), new)
 
 
+@pytest.mark.rest_is_slow(5)
 @each
 @pytest.mark.parametrize("spec", [PRUNE, INSIDE])
 def test_a_ragged_batch_equals_its_rows(family: str, kind: str, spec: str) -> None:

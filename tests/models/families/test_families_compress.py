@@ -28,6 +28,7 @@ CASES = [
 ]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(("family", "kind", "batch", "spec"), CASES)
 def test_compressed_inputs_equal_attach(family: str, kind: str, batch: int, spec: str) -> None:
     if family == "fast_vlm":
@@ -48,6 +49,7 @@ def test_forward_with_nothing_to_reduce_is_the_stock_result(family: str) -> None
         assert torch.equal(this.model(**compress(this.model, inputs, spec)).logits, stock)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", [*SOME, *FAMILIES])
 @pytest.mark.parametrize("spec", [None, "random:1.0"])
 def test_nothing_to_reduce_is_the_stock_result(family: str, spec: str | None) -> None:

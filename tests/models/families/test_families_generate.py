@@ -80,6 +80,7 @@ def rows(this: Tiny) -> tuple[list[str], list[dict[str, list[Any]]]]:
     return texts, media
 
 
+@pytest.mark.rest_is_slow(5)
 @families
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_equals_plain_decoding(family: str, mode: str) -> None:
@@ -95,6 +96,7 @@ def test_a_mode_equals_plain_decoding(family: str, mode: str) -> None:
         close(run(this, inputs, spec, **options), run(this, inputs, spec))
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.filterwarnings("ignore:.*reduced nothing")  # a row without media, on purpose
 @families
 def test_a_batch_of_mixed_prompts_equals_its_rows(family: str) -> None:
@@ -118,6 +120,7 @@ def test_a_batch_of_mixed_prompts_equals_its_rows(family: str) -> None:
         torch.testing.assert_close(got, torch.cat(alone.logits), atol=1e-4, rtol=0)
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @families
 def test_beams_of_a_batch_equal_those_of_its_rows(family: str) -> None:
     this = tiny(family)
@@ -151,6 +154,7 @@ def test_compiled_decoding_neither_breaks_nor_recompiles(family: str) -> None:
     close(compiled, run(this, inputs, SPEC, tokens=8))
 
 
+@pytest.mark.rest_is_slow(3)
 @families
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_second_image_in_a_later_turn(family: str, cache: str) -> None:
@@ -228,6 +232,7 @@ CASES = [(OMNI, "audio"), ("qwen2_vl", "image"), ("idefics3", "image"), ("smolvl
 BOTH = "divprune:0.4+fastv@llm2:0.5"
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(("family", "kind"), CASES)
 @pytest.mark.parametrize(
     "options", [{"num_beams": 2, "num_return_sequences": 2}, {"cache_implementation": "static"}]

@@ -54,6 +54,7 @@ def check(this: Tiny, inputs: dict[str, Any]) -> list[Layout]:
     return layouts
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", SIZES)
 def test_an_image_of_any_size(family: str, size: tuple[int, int]) -> None:

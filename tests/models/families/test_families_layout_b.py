@@ -37,6 +37,7 @@ def check(this: Tiny, inputs: dict[str, Any], kind: str) -> list[Layout]:
     return layouts
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ["idefics3", "smolvlm"])
 @pytest.mark.parametrize("size", SIZES)
 def test_tiles_are_those_the_processor_cut(family: str, size: tuple[int, int]) -> None:

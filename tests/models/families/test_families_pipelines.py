@@ -32,6 +32,7 @@ def qa(this: Tiny, task: str, **options: Any) -> Any:
     return mmfast.pipeline(task, model=model, max_new_tokens=3, **options)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_image_qa(family: str) -> None:
     this = tiny(family)
@@ -45,6 +46,7 @@ def test_image_qa(family: str) -> None:
         assert (alone.text, alone.visual_tokens) == (answer.text, answer.visual_tokens)
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize("family", [f for f in ALL_FAMILIES if f not in IMAGES_ONLY])
 def test_video_qa(family: str) -> None:
     this = tiny(family)

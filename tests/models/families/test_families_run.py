@@ -30,6 +30,7 @@ def run(this: Tiny, inputs: dict[str, Any], spec: str, **options: Any) -> Any:
         return generate(this, inputs, 5, **options).sequences[:, -5:]
 
 
+@pytest.mark.rest_is_slow(3)
 @each
 @pytest.mark.parametrize("spec", [PRUNE, INSIDE])
 def test_eager_attention(family: str, kind: str, spec: str) -> None:

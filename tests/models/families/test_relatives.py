@@ -71,6 +71,7 @@ def inside(this: Tiny) -> str:
     return f"fastv@llm{1 + next(i for i, kind in enumerate(kinds) if 'full' in kind)}"
 
 
+@pytest.mark.rest_is_slow(3)
 @each
 def test_all_kept_changes_no_bit_and_nothing_stays_behind(family: str, kind: str) -> None:
     this = tiny(family)
@@ -86,6 +87,7 @@ def test_all_kept_changes_no_bit_and_nothing_stays_behind(family: str, kind: str
     assert torch.equal(this.model(**inputs).logits, stock)
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @each
 def test_pruning_equals_removal_by_hand(family: str, kind: str) -> None:
     """The stock text model on what is left, at the positions that it had."""
@@ -107,6 +109,7 @@ def _all(this: Tiny, whole: oracle.Prompt) -> Tensor:
     return oracle.removed(this, whole, torch.arange(len(whole.embeds)))
 
 
+@pytest.mark.rest_is_slow(5)
 @each
 @pytest.mark.parametrize("spec", ["tome:0.4", "divprune:0.6+{inside}:0.5"])
 def test_answers_equal_those_of_the_oracle(family: str, kind: str, spec: str) -> None:
@@ -124,6 +127,7 @@ def test_answers_equal_those_of_the_oracle(family: str, kind: str, spec: str) ->
     assert torch.equal(logits.argmax(-1), new)
 
 
+@pytest.mark.rest_is_slow(3, 2)
 @each
 def test_a_smaller_cache_equals_hidden_entries(family: str, kind: str) -> None:
     this = precise(family)
@@ -139,6 +143,7 @@ def test_a_smaller_cache_equals_hidden_entries(family: str, kind: str) -> None:
     torch.testing.assert_close(torch.cat(out.logits), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.rest_is_slow(5)
 @each
 @pytest.mark.parametrize("beams", [1, 2])
 def test_a_ragged_batch_equals_its_rows(family: str, kind: str, beams: int) -> None:
@@ -180,6 +185,7 @@ def call_of(this: Tiny, inputs: dict[str, Any], kind: str) -> dict[str, Any]:
     return {name: inputs[name] for name in names if name in inputs}
 
 
+@pytest.mark.rest_is_slow(3)
 @each
 def test_fold_brings_every_patch_to_its_token(family: str, kind: str) -> None:
     """A change of one row at the tower's first block moves the token that `fold` names, alone."""
@@ -237,6 +243,7 @@ def plain_attention(
 AttentionInterface.register("plain", plain_attention)
 
 
+@pytest.mark.rest_is_slow(3)
 @each_grid
 def test_signals_of_the_tower_are_the_attention_of_its_last_block(family: str, kind: str) -> None:
     this = tiny(family)
@@ -259,6 +266,7 @@ def test_signals_of_the_tower_are_the_attention_of_its_last_block(family: str, k
         torch.testing.assert_close(collector.signal("attn", (kind, number)), expected[:, 0])
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @each
 def test_a_fast_encoder_says_the_same(family: str, kind: str) -> None:
     this = tiny(family)
@@ -271,6 +279,7 @@ def test_a_fast_encoder_says_the_same(family: str, kind: str) -> None:
 SEEN = [(family, kind) for family, kind in GRIDS if kind != "audio"]
 
 
+@pytest.mark.rest_is_slow(3, 2)
 @pytest.mark.parametrize(("family", "kind"), SEEN)
 def test_layout_says_where_in_the_picture_a_token_is(family: str, kind: str) -> None:
     """A change of some pixels, in a clip of its later half, moves the tokens at that place."""
@@ -300,6 +309,7 @@ def test_layout_says_where_in_the_picture_a_token_is(family: str, kind: str) -> 
     assert torch.equal(moved, there)
 
 
+@pytest.mark.rest_is_slow(3)
 @each
 def test_reduced_inputs_equal_hooks(family: str, kind: str) -> None:
     this = tiny(family)
@@ -321,6 +331,7 @@ def _nothing(out: Any) -> Any:
     return torch.zeros_like(out)
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @families
 def test_pipelines_load_a_saved_folder(family: str, tmp_path: Any) -> None:
     this = tiny(family)
@@ -346,6 +357,7 @@ def test_pipelines_load_a_saved_folder(family: str, tmp_path: Any) -> None:
 OTHER_TOWERS = [family for family in RELATIVES if not adapter_for(tiny(family).model).inner]
 
 
+@pytest.mark.rest_is_slow(5)
 @pytest.mark.parametrize("family", OTHER_TOWERS)
 @pytest.mark.parametrize("spec", ["tome@vit:0.5", "pixelprune", "downsample:0.5"])
 def test_sites_in_a_tower_of_another_build_are_refused(family: str, spec: str) -> None:

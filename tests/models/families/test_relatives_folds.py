@@ -45,6 +45,7 @@ def _features(this: Tiny, call: dict[str, Any], kind: str, patch: int | None) ->
     return torch.cat(rows), count
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_fold_follows_the_features(family: str, kind: str) -> None:
     this = tiny(family)

@@ -24,6 +24,7 @@ SPECS: tuple[tuple[str | None, str | None], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.rest_is_slow(3)
 @families
 def test_the_server_answers_as_attach_does_or_refuses_to_start(family: str) -> None:
     pair = model_of(family)
@@ -48,6 +49,7 @@ def test_the_server_answers_as_attach_does_or_refuses_to_start(family: str) -> N
         assert [text for text, _ in answers(engine, requests)] == expected
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @families
 def test_drafts_change_no_token(family: str) -> None:
     this = tiny(family)
@@ -65,6 +67,7 @@ def test_drafts_change_no_token(family: str) -> None:
         assert [row for row in trace.rows if row.stage == "draft"]
 
 
+@pytest.mark.rest_is_slow(3, 2)
 @families
 def test_steps_by_hand_stand_where_generate_has_them(family: str) -> None:
     this = tiny(family)
@@ -79,6 +82,7 @@ def test_steps_by_hand_stand_where_generate_has_them(family: str) -> None:
             out = this.model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
 
 
+@pytest.mark.rest_is_slow(3)
 @families
 def test_what_is_kept_of_prompts_changes_no_answer(family: str) -> None:
     pair = model_of(family)

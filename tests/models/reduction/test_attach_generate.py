@@ -14,6 +14,7 @@ from transformers import DynamicCache, StaticCache
 from mmfast.attach import attach
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("spec", [SPEC, "evs?threshold=0.5", "tome:0.3+holitom_inner@llm1:0.5"])
@@ -35,6 +36,7 @@ def _still(video: Any) -> None:
     video[1:] = video[:1]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_static_cache(family: str, batch: int) -> None:
@@ -46,6 +48,7 @@ def test_static_cache(family: str, batch: int) -> None:
     logits_close(static, dynamic)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", [SPEC, "random:0.4", "fastv@llm1:5"])
 def test_beams(family: str, spec: str) -> None:
@@ -62,6 +65,7 @@ def test_beams(family: str, spec: str) -> None:
         assert torch.equal(together, new(bare, inputs))
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chunk", [7, 16])
 @pytest.mark.parametrize("spec", ["random:0.4", "tome:0.3", "evs:0.5+divprune:6"])
@@ -116,6 +120,7 @@ def test_without_a_cache(family: str) -> None:
     logits_close(bare, cached)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", ["random:0.4", "random:0.5+random@llm2:0.5"])
 def test_prompt_lookup(family: str, spec: str) -> None:
@@ -135,6 +140,7 @@ def test_assistant_model() -> None:
     assert torch.equal(helped.sequences, greedy.sequences)
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", ["random:0.4", SPEC])
 def test_decoding_by_hand_without_positions(family: str, spec: str) -> None:
@@ -153,6 +159,7 @@ def test_decoding_by_hand_without_positions(family: str, spec: str) -> None:
     assert torch.cat(tokens, 1)[0].tolist() == expected.tolist()
 
 
+@pytest.mark.rest_is_slow(3, 2)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", ["random:0.4", SPEC])
 def test_given_embeddings_of_the_prompt(family: str, spec: str) -> None:
@@ -169,6 +176,7 @@ def test_given_embeddings_of_the_prompt(family: str, spec: str) -> None:
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", ["random:0.4", SPEC])
 def test_features_encoded_before_attach(family: str, spec: str) -> None:

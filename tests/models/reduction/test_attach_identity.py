@@ -12,6 +12,7 @@ PROMPTS = ["{video} a", "what is {video} then?", "{video}", "a rather long quest
 STAGES = ("random:1.0", "fastv@llm2:1.0", "divprune:1.0+random@llm1:1.0+fastv@llm3:1.0")
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("spec", STAGES)
@@ -28,6 +29,7 @@ def test_identity(family: str, batch: int, spec: str) -> None:
     assert all(map(torch.equal, again.logits, tokens.logits))
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("batch", [1, 4])
 def test_identity_of_equal_lengths_and_eager(family: str, batch: int) -> None:

@@ -15,6 +15,7 @@ from mmfast.attach import attach
 from mmfast.models.reduction import cache_layers
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chunk", [None, 13])
 def test_several_media_per_row_with_beams(family: str, chunk: int | None) -> None:
@@ -32,6 +33,7 @@ def test_several_media_per_row_with_beams(family: str, chunk: int | None) -> Non
         assert torch.equal(together[row], new(run(this, single, spec, **options), single)[0])
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.filterwarnings("ignore:.*reduced nothing")  # a row without media, on purpose
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -45,6 +47,7 @@ def test_a_row_without_media_in_a_visual_batch(family: str, attention: str) -> N
     assert torch.equal(together[1], new(run(this, text), text)[0])
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", ["random:0.4", SPEC])
 def test_a_copied_cache_branches(family: str, spec: str) -> None:

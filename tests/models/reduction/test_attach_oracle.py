@@ -38,6 +38,7 @@ def reduced(this: Tiny, inputs: dict[str, Any], spec: str) -> tuple[torch.Tensor
         return this.model(**inputs).logits[0], trace
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("spec", PRUNE)
@@ -53,6 +54,7 @@ def test_pruning_equals_removal_by_hand(family: str, attention: str, spec: str) 
     assert (logits - wrong).abs().max() > 1e-2
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["image", "mixed"])
 @pytest.mark.parametrize("spec", ["random:0.25", "divprune:0.5"])
@@ -66,6 +68,7 @@ def test_images_and_mixed_prompts(family: str, kind: str, spec: str) -> None:
     assert torch.equal(logits, oracle.removed(this, prompt, keep))
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("spec", INSIDE)
@@ -74,6 +77,7 @@ def test_inside_the_llm_equals_masking(family: str, attention: str, spec: str) -
     _equals_masking(this, media(this, "mixed"), spec)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", MERGE)
 def test_merging_equals_merging_by_hand(family: str, spec: str) -> None:
@@ -81,6 +85,7 @@ def test_merging_equals_merging_by_hand(family: str, spec: str) -> None:
     _equals_masking(this, media(this, "video"), spec)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", [PRUNE[0], INSIDE[1], MERGE[2]])
 def test_other_shapes(family: str, spec: str) -> None:
@@ -112,6 +117,7 @@ def test_fastv_reads_the_true_attention(family: str) -> None:
     assert reduction.keep.tolist() == sorted(score.topk(reduction.m).indices.tolist())
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("spec", [PRUNE[0], *INSIDE[:2], MERGE[2]])

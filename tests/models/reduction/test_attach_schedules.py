@@ -20,6 +20,7 @@ SPECS += ("dart@llm2:0.3", "prunevid_inner:7", "ivc_prune:0.4")
 MIXED = "random:0.6+pyramiddrop:0.2+fastv@llm2:0.9"
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", [*SPECS, MIXED])
 def test_logits_equal_masking(family: str, spec: str) -> None:
@@ -52,6 +53,7 @@ def scores(name: str, heads: Tensor, alive: Tensor, item: Tensor, text: Tensor) 
     return weights[rows][:, item].mean(0)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["pyramiddrop", "adaptinfer", "slimfer"])
 def test_every_cut_reads_the_true_attention(family: str, name: str) -> None:

@@ -33,6 +33,7 @@ def test_greedy_tokens_equal_a_recompute(family: str) -> None:
         torch.testing.assert_close(torch.cat(out.logits), logits, atol=1e-4, rtol=0)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[1], MIXED])
 def test_a_ragged_batch_equals_single_rows(family: str, spec: str) -> None:
@@ -55,6 +56,7 @@ def real(layer: Any) -> int:
     return layer.keys.shape[2] - (0 if valid is None else int((~valid).sum()))
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", [5, 16])
 def test_chunked_prefill_keeps_the_whole_budget(family: str, size: int) -> None:

@@ -18,6 +18,7 @@ from mmfast.models.cache_name import CACHE
 SPEC = "random:0.4+fastv@llm2:0.5"
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("style", ["features", "positions"])
 @pytest.mark.parametrize(
@@ -80,6 +81,7 @@ def test_text_turns_after_another_conversation_keep_their_positions(family: str)
     assert torch.equal(mixed, alone)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_padded_batch_takes_a_second_video(family: str, attention: str) -> None:

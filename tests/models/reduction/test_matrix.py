@@ -22,6 +22,7 @@ from mmfast.core.registry import get
 from mmfast.core.spec import count
 
 
+@pytest.mark.rest_is_slow(5)
 @pytest.mark.matrix
 @pytest.mark.parametrize("cell", list(cells()), ids=lambda cell: cell.id)
 def test_cell(cell: Cell, note_cell: Callable[[Cell, str], None]) -> None:

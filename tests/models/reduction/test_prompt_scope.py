@@ -51,6 +51,7 @@ def _inputs(family: str, rows: int = 1) -> tuple[Any, dict[str, Any]]:
     return this, this.inputs(prompts, images=this.images(2 if rows == 1 else 5))
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ["llava_onevision", "qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("where", ["_across:0.3", "_across:20", "_across@llm2:0.3"])
 def test_the_budget_is_for_the_whole_prompt(family: str, where: str) -> None:

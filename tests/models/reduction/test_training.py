@@ -61,6 +61,7 @@ def check_by_hand(this: Tiny, spec: str, right: bool, texts: Any = TEXTS) -> Non
     assert_same(found, gradients(this, by_hand))
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("right", [False, True], ids=["left", "right"])
 @pytest.mark.parametrize("spec", SITES)
 def test_loss_and_gradients_equal_removal_by_hand(this: Tiny, spec: str, right: bool) -> None:
@@ -91,6 +92,7 @@ def test_a_share_of_one_is_the_stock_loss(this: Tiny) -> None:
     assert torch.equal(attached(this, "random:1.0", inputs)[0][0], stock)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("spec", ["random:0.4", "fastv@llm2:0.4"])
 def test_labels_come_in_every_form(this: Tiny, spec: str) -> None:
     """A number of items, shifted labels, a tuple; each as the plain loss is."""
@@ -192,6 +194,7 @@ def in_double(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
 CHECKPOINTED = ("random:0.4", "tome:0.4", "visionzip:0.4", "fastv@llm2:0.4", SITES[3])
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("kind", KINDS, ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("spec", CHECKPOINTED)
 def test_gradient_checkpointing_changes_nothing(this: Tiny, spec: str, kind: Any) -> None:
@@ -238,6 +241,7 @@ def gradients_of_two(this: Tiny, spec: str, inputs: dict[str, Any]) -> Any:
         return gradients(this, both)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("kind", KINDS, ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("spec", ["tome:0.4", "fastv@llm2:0.4", SITES[3]])
 def test_hooks_that_run_again_repeat_what_they_did(spec: str, kind: Any) -> None:

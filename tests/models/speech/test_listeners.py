@@ -84,6 +84,7 @@ def test_a_listener_writes_what_its_class_writes_by_hand(kind: str, load: Any) -
     assert len(set(texts)) > 1 and all(texts)  # they hear something, and not always the same
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_a_batch_is_one_by_one(kind: str, load: Any) -> None:
     this = load(kind)

@@ -141,6 +141,7 @@ def test_a_cuda_device_replays_unless_codes_are_drafted(
     assert MoshiVoice(model, drafter=copy_frame).graphs is None
 
 
+@pytest.mark.slow
 def test_each_part_compiles_as_one_graph_and_only_once(model: Any) -> None:
     voice = MoshiVoice(model, text=Sampling(), audio=Sampling())
     torch._dynamo.reset()

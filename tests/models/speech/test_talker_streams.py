@@ -95,6 +95,7 @@ def test_frames_are_what_the_stock_class_says_at_the_end(
     torch.testing.assert_close(torch.cat(pieces), wanted, rtol=0, atol=1e-4)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_list_is_each_text_alone(
     kind: str, pipes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -109,6 +110,7 @@ def test_a_list_is_each_text_alone(
         torch.testing.assert_close(spoken.pcm, alone.pcm, rtol=0, atol=1e-4)
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_streams_on_one_model_take_turns(kind: str, pipes: dict[str, Any]) -> None:
     pipe, options = pipes[kind], KINDS[kind][1]
@@ -127,6 +129,7 @@ def test_streams_on_one_model_take_turns(kind: str, pipes: dict[str, Any]) -> No
     assert not torch.equal(*alone)
 
 
+@pytest.mark.rest_is_slow(3, 2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_who_leaves_stops_the_model(kind: str, pipes: dict[str, Any]) -> None:
     pipe = pipes[kind]
@@ -141,6 +144,7 @@ def test_who_leaves_stops_the_model(kind: str, pipes: dict[str, Any]) -> None:
     assert not [m for m in hooks if m._forward_hooks or m._forward_pre_hooks]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recording_gives_the_voice(kind: str, pipes: dict[str, Any], tmp_path: Path) -> None:
     pipe = pipes[kind]

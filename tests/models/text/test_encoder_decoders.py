@@ -22,6 +22,7 @@ def cross(cache: Any) -> Any:
     return cache.cross_attention_cache.layers
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("spec", SPECS)
 def test_what_is_left_equals_hiding_the_rest(name: str, spec: str) -> None:
@@ -79,6 +80,7 @@ def test_policies_choose_as_their_papers_say(name: str) -> None:
         assert torch.equal(mark, want)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("spec", ["knorm:0.25", "snapkv:9?window=1", "sink:2+window:6"])
 def test_a_ragged_batch_equals_its_rows(name: str, spec: str) -> None:
@@ -132,6 +134,7 @@ def test_drafts_of_another_model_change_nothing() -> None:
     assert [row.tokens_out for row in trace.rows] == [10, 10]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_thinned() -> None:
     model, inputs = encoder_decoder("bart"), inputs_of("bart")
     with attach(model, cache="knorm:0.25"):

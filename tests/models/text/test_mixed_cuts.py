@@ -91,6 +91,7 @@ def separated(this: Tiny, inputs: dict[str, Any], prompt: oracle.Prompt) -> orac
     return prompt
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", CUTS)
 def test_text_and_media_go_together(family: str, spec: str) -> None:

@@ -53,6 +53,7 @@ def some_slow(names: Any, quick: Any) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=SLOW) for name in names]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("spec", some_slow([*CUTS][:5], [*CUTS][:3]))
 def test_a_cut_equals_hiding_what_is_dropped(name: str, spec: str) -> None:
@@ -85,6 +86,7 @@ def test_a_share_of_one_is_the_stock_model(name: str) -> None:
     assert torch.equal(model(ids).logits, stock)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("name", (*FEW, "qwen3_next", "falcon_h1"))
 @pytest.mark.parametrize("spec", ["pyramiddrop:0.4?tokens=text", "fastkv:0.4?tokens=text"])
 def test_what_is_written_equals_a_pass_without_a_cache(name: str, spec: str) -> None:
@@ -110,6 +112,7 @@ def test_the_oracle_sees_a_fault() -> None:
     assert (anew - kept).abs().max() > 1e-3
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("name", some_slow((*FEW, *HYBRID), ("llama", "gemma3", "qwen3_next")))
 @pytest.mark.parametrize("spec", ["pyramiddrop:0.4?tokens=text", "gemfilter:0.5?tokens=text"])
 def test_a_ragged_batch_equals_its_rows(name: str, spec: str) -> None:

@@ -48,6 +48,7 @@ def both(family: str, budget: int | float) -> tuple[Tiny, dict[str, Any], dict[s
     return this, this.inputs([PROMPT], **media), this.inputs([PROMPT], **small)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("budget", [0.5, 0.25, 0.1, 7, 34])
 def test_logits_are_those_of_the_smaller_picture(family: str, budget: int | float) -> None:
@@ -86,6 +87,7 @@ def test_answers_batches_chunks_and_reduced_inputs(family: str) -> None:
     assert torch.equal(chunked.sequences, whole.sequences)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stage", ["evs:0.5", "visionzip:0.5", "divprune:0.4+fastv@llm2:0.5"])
 def test_later_stages_see_the_smaller_picture(family: str, stage: str) -> None:

@@ -31,6 +31,7 @@ def traces(model: Any) -> Any:
     return modules, configs, hooks
 
 
+@pytest.mark.rest_is_slow(3)
 @each
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_features_are_those_of_the_stock_tower(family: str, kind: str, attention: str) -> None:

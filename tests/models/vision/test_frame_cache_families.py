@@ -18,6 +18,7 @@ PADDED = ("lfm2_vl",)
 partly = pytest.mark.parametrize(("family", "kind"), [c for c in CASES if c[0] not in PADDED])
 
 
+@pytest.mark.rest_is_slow(3)
 @each
 def test_refresh_of_one_and_whole_frames_are_bit_identical(family: str, kind: str) -> None:
     this = tiny(family)

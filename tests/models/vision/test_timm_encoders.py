@@ -43,6 +43,7 @@ def _without_gradients() -> Any:
         yield
 
 
+@pytest.mark.rest_is_slow(3)
 @every
 @pytest.mark.parametrize(("budget", "left"), [("0.5", 32), ("0.3", 19), ("20", 20)])
 def test_equals_plain_loops(name: str, budget: str, left: int) -> None:

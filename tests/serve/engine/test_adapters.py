@@ -90,6 +90,7 @@ def expected(family: str, folders: dict[str, Path], requests: list[Request]) -> 
     return found
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize(
     "family",
     ["llava_onevision", "qwen2_5_vl", "qwen3_vl", pytest.param(EMBEDDED, marks=pytest.mark.slow)],

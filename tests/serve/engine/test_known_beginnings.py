@@ -41,6 +41,7 @@ def alone(family: str, request: Request) -> str:
         return stock(model_of(family), request)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
 def test_answers_behind_a_known_beginning_are_those_of_the_whole_prompt(family: str) -> None:
     specs = ["", *READ_ON, *READ_ALL]

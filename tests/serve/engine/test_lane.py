@@ -339,6 +339,7 @@ def test_every_policy_at_once_answers_as_alone() -> None:
         assert text == alone(family, request), request.options
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize("kind", ["eager", "flash"])
 def test_other_attention_functions_run_in_the_lane(
     kind: str, monkeypatch: pytest.MonkeyPatch
@@ -388,6 +389,7 @@ def _asked(**options: str) -> list[Request]:
     ]
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize("spec", ["zipvl", "quest:0.2?page=4&skip=0"])
 def test_a_pass_that_fails_costs_running_answers_no_token(
     spec: str, monkeypatch: pytest.MonkeyPatch

@@ -56,6 +56,7 @@ def requests() -> list[Request]:
     return [*made, ask("image", image(1, (96, 96)), "what?"), ask("text", "hello there")]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("form", ["int8", "int4", "bfloat16"])
 def test_requests_at_once_are_answered_as_by_the_packed_model_alone(form: str) -> None:
     asked, pair = requests(), alone(form)

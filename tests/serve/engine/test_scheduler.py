@@ -65,6 +65,7 @@ def expected_of(family: str) -> list[str]:
     return [stock(model_of(family), request) for request in mixed()]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ["llava_onevision", "qwen2_5_vl", "qwen3_vl", EMBEDDED])
 def test_answers_are_those_of_stock_generate(family: str) -> None:
     requests, expected = mixed(), expected_of(family)

@@ -104,6 +104,7 @@ def album() -> list[Request]:
     ]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("spec", MODES)
 def test_answers_are_those_of_a_pipeline_with_the_same_store(family: str, spec: str) -> None:
     library = Library(family, spec)
@@ -122,6 +123,7 @@ def test_answers_are_those_of_a_pipeline_with_the_same_store(family: str, spec: 
     assert found["reuse_bytes"] == library.reuse.store.nbytes > 0
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize("spec", ["prefix", "blend:1"])
 def test_what_is_exact_answers_as_stock(family: str, spec: str) -> None:
     with engine(family, spec) as made:
@@ -160,6 +162,7 @@ def test_two_at_once_and_others_beside_them(family: str) -> None:
     assert ["reuse kv" in rows_of(end) for end in ends] == [True, True, False, True, False]
 
 
+@pytest.mark.rest_is_slow(3)
 def test_slices_of_long_prompts_while_others_answer(family: str) -> None:
     """Calls stop within a prompt, and never while they hold the store."""
     pair = model_of(family)

@@ -57,6 +57,7 @@ def alone(family: str, request: Request, reduce: str | None) -> Embedded:
         return stage.encode(stage.encoder.prepare(request, reduce)).result(60)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava_onevision"])
 @pytest.mark.parametrize("reduce", [None, "divprune:0.5"])
 def test_the_prompt_is_that_of_one_encoder(family: str, reduce: str | None) -> None:

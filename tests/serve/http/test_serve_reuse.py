@@ -111,6 +111,7 @@ def about_clip(question: str) -> dict[str, Any]:
     return {"model": MODEL, "messages": user(film, text(question)), "max_tokens": 6}
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("reuse", [None, "prefix", "blend:0.15"])
 def test_a_clip_asked_five_questions_is_paid_for_once(reuse: str | None, tmp_path: Path) -> None:
     more = {} if reuse is None else {"reuse_folder": str(tmp_path)}
@@ -160,6 +161,7 @@ def expected_of(questions: Any) -> list[str]:
     return [pipe(str(CLIP), question).text for question in questions]
 
 
+@pytest.mark.rest_is_slow(3, 1)
 @pytest.mark.parametrize("spec", ["prefix", "blend:0.15", "craft:0.3"])
 def test_pictures_behind_other_text_and_swapped(spec: str) -> None:
     pipe = mmfast.pipeline("image-qa", device="cpu", dtype="float32", reuse=spec, max_new_tokens=6)

@@ -180,6 +180,7 @@ NAMES = [("end", "rules", "two"), ("rules", "one"), ("two",), ("one", "end")]
 FAULTS = ["modules see each other", "no gaps", "fillers are seen", "no scaffold"]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("names", NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_modules_equal_a_forward_pass_under_mask_and_places(family: str, names: Any) -> None:
@@ -191,6 +192,7 @@ def test_modules_equal_a_forward_pass_under_mask_and_places(family: str, names: 
         assert torch.allclose(logits, _oracle(this, whole, tokens), atol=1e-4, rtol=0)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_planted_faults_differ(family: str, fault: str) -> None:

@@ -39,6 +39,7 @@ def _logits(this: Any, inputs: Any, tokens: int = 4) -> tuple[Tensor, Tensor]:
     return torch.stack(found.logits), found.sequences[:, -tokens:]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=3)
 @given(
@@ -91,6 +92,7 @@ def _moved(family: str, share: float, mode: str = "blend", **kwargs: Any) -> tup
     return found, whole, rows, sequences, reuse
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["blend", "craft"])
 def test_share_recomputed(family: str, mode: str) -> None:

@@ -43,6 +43,7 @@ def push_in_runs(session: Any, clip: Any, times: list[float], runs: list[int]) -
         at += run
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", [*THREE, "qwen2_vl", EMBEDDED])
 @pytest.mark.parametrize("frames", [5, 6])
 def test_every_split_gives_the_stock_logits(family: str, frames: int) -> None:
@@ -105,6 +106,7 @@ def test_questions_leave_the_stream_as_it_is(family: str) -> None:
         assert same(asked.stream.memory.snapshot(), silent.stream.memory.snapshot())
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", [*THREE, EMBEDDED])
 def test_eight_sessions_interleaved_at_random(family: str) -> None:
     """Each equals its run alone, bit for bit, with one of them answering all the time."""

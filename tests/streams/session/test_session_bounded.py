@@ -102,6 +102,7 @@ def test_a_session_tells_what_auto_has_chosen(monkeypatch: pytest.MonkeyPatch) -
         assert spec == session.stream.spec == "sink:64+window:768+retrieve:12+quant:4"
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(
     "store",
     [

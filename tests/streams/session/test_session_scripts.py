@@ -66,6 +66,7 @@ def check(this: Watcher, script: Script, pieces: list[Piece], inputs: Any) -> No
         assert torch.equal(torch.cat([none, *visual]), seen["visual_pos_masks"][0])
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", [*FAMILIES, EMBEDDED])
 @pytest.mark.parametrize(("frames", "split", "fps"), [(7, 1, 2.0), (6, 3, 0.7), (3, 2, 25.0)])
 def test_a_clip(family: str, frames: int, split: int, fps: float) -> None:

@@ -69,6 +69,7 @@ FAULTS: list[tuple[Any, str, Any]] = [
 ]
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(("owner", "name", "fault"), FAULTS)
 def test_a_fault_is_seen(
     owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch

@@ -159,6 +159,7 @@ def test_other_families_choose_too(family: str) -> None:
     assert agree(["quest:0.2?page=4&skip=0", "adakv:0.3", "think:0.5?residual=8", ""], family)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", [FAMILY, "qwen2_5_vl", "gemma3"])
 def test_entries_in_host_memory_are_served(family: str) -> None:
     assert agree([*HOST, SELECT[0], "snapkv:0.5+specache:0.3?group=8", ""], family)
@@ -224,6 +225,7 @@ def test_a_fault_is_seen(
     assert not agree(specs)
 
 
+@pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", [FAMILY, "qwen2_5_vl"])
 def test_any_mix_gives_each_answer_as_if_asked_alone(family: str) -> None:
     """Specs, lengths, arrivals and cancellations at random."""
@@ -277,6 +279,7 @@ def promises(patch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for new entries, and what a method keeps beside them, too."""
     assert all(promises(monkeypatch))
