@@ -69,7 +69,6 @@ def test_a_task_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         __import__("counter_task")
 
 
-@pytest.mark.slow
 def test_classes_agree_with_what_was_found_in_their_text() -> None:
     """In a fresh process: the list needs no import, and importing all changes nothing."""
     code = (

@@ -167,8 +167,8 @@ def test_several_pictures_are_one_question() -> None:
     pipe = mmfast.pipeline("image-qa")
     cases = suite(8, 11, "multi-image")
     answers = [pipe(case.media, case.question) for case in cases]
-    right = [a.text.lower() == c.answer for a, c in zip(answers, cases, strict=True)]
-    assert sum(right) >= 6 and {a.visual_tokens for a in answers} == {ALBUM * 144}
+    assert [answer.text.lower() for answer in answers] == [case.answer for case in cases]
+    assert {answer.visual_tokens for answer in answers} == {ALBUM * 144}
     assert [answer.text for answer in answers] == [_stock_answer(pipe, case) for case in cases]
     with pytest.raises(MmfastError, match="no image"):
         pipe((), "What number is on the screen?")

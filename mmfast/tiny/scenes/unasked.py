@@ -51,7 +51,8 @@ everyday =
     | Recommend a good film. | Translate "good night" into Spanish.
     | Write a short story about a lonely robot. | Write an email to my boss.
     | Make this text shorter. | Correct the grammar of this sentence.
-    | Name a word that sounds like time. | Give me a synonym of happy. | Fix the bug in this code. | What does this function return?
+    | Name a word that sounds like time. | Give me a synonym of happy. | Fix the bug in this code.
+    | What does this function return?
     | Which programming language is this? | Is there a security camera? | Did anyone fall?
     | Is the factory line running? | Is the helmet worn correctly? | Which product is damaged?
     | What is the serial number? | Is the gauge in the normal range? | What is the pressure?

@@ -279,7 +279,6 @@ def promises(patch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-@pytest.mark.slow
 def test_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for new entries, and what a method keeps beside them, too."""
     assert all(promises(monkeypatch))
