@@ -101,6 +101,13 @@ def test_promise(method: Method, promise: Callable[[Method], None]) -> None:
         ("chunkkv", {"window": 5, "chunk": 100}),
         ("h2o", {"recent": 0.0}),
         ("h2o", {"recent": 1.0}),
+        ("capkv", {"tau": 0.0, "sink": 0}),
+        ("capkv", {"tau": 20.0, "sink": 30}),
+        ("entropy_chunkkv", {"window": 3, "chunk": 4, "few": 1}),
+        ("entropy_chunkkv", {"window": 1, "chunk": 1}),
+        ("entropy_chunkkv", {"window": 5, "chunk": 7, "few": 3}),
+        ("cam", {"recent": 0.0, "merge": 1}),
+        ("cam", {"recent": 1.0, "merge": 5}),
         ("vatp", {"sink": 0, "recent": 0.3}),
         ("vatp", {"sink": 3, "recent": 1.0}),
         ("leverage", {"sink": 0, "recent": 0, "rank": 0}),
@@ -212,7 +219,7 @@ def test_positions_add_up_as_a_union(spec: str, names: dict[str, int]) -> None:
     assert plan.standing(tokens.signals["kind"]).nonzero()[:, 0].tolist() == sorted(union)
 
 
-@pytest.mark.parametrize("score", ["snapkv:12?window=3", "lookm:0.2", "keynorm:9", "zipvl:8"])
+@pytest.mark.parametrize("score", ["snapkv:12?window=3", "lookm:0.2", "keynorm:9", "zipvl:8", "cam:8?merge=3"])
 def test_a_score_chooses_among_what_does_not_stand(score: str) -> None:
     tokens = make("random", 2, 60, seed=3)
     rest = torch.arange(4, 54)

@@ -38,6 +38,13 @@ SCORES = {
     "streammem:0.5?window=3": ("streammem", 0.5, {"window": 3}),
     "livevlm:0.5?window=3&recent=0.1": ("livevlm", 0.5, {"window": 3, "recent": 0.1}),
     "knorm:0.4": ("knorm", 0.4, {}),
+    "capkv:0.4?future=9": ("capkv", 0.4, {"future": 9}),
+    "entropy_chunkkv:0.4?window=3&chunk=4&few=2": (
+        "entropy_chunkkv",
+        0.4,
+        {"window": 3, "chunk": 4, "few": 2},
+    ),
+    "cam:0.45?merge=3": ("cam", 0.45, {"merge": 3}),
     "vatp:0.4?sink=2": ("vatp", 0.4, {"sink": 2}),
     "leverage:0.4?rank=0": ("leverage", 0.4, {"rank": 0}),
     "compactor:0.4?chunk=7&sink=2&recent=3": (
