@@ -219,7 +219,9 @@ def test_positions_add_up_as_a_union(spec: str, names: dict[str, int]) -> None:
     assert plan.standing(tokens.signals["kind"]).nonzero()[:, 0].tolist() == sorted(union)
 
 
-@pytest.mark.parametrize("score", ["snapkv:12?window=3", "lookm:0.2", "keynorm:9", "zipvl:8", "cam:8?merge=3"])
+@pytest.mark.parametrize(
+    "score", ["snapkv:12?window=3", "lookm:0.2", "keynorm:9", "zipvl:8", "cam:8?merge=3"]
+)
 def test_a_score_chooses_among_what_does_not_stand(score: str) -> None:
     tokens = make("random", 2, 60, seed=3)
     rest = torch.arange(4, 54)

@@ -385,7 +385,8 @@ def test_attention_is_that_of_the_stock_model(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", ["snapkv:48", "lookm:48", "cam:48", "capkv:48", "expected_attention:48", "keynorm:48+rekv:2"]
+    "policy",
+    ["snapkv:48", "lookm:48", "cam:48", "capkv:48", "expected_attention:48", "keynorm:48+rekv:2"],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_memory_by_score_goes_on_bit_for_bit(family: str, policy: str) -> None:

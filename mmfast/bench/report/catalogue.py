@@ -55,7 +55,7 @@ def press_cases(method: Method) -> list[str]:
     if method.kind != "cache":
         return []
     told = _presses()
-    specs = [case["spec"] for part in ("cases", "channels") for case in told[part]]
+    specs = [case["spec"] for part in ("cases", "channels", "merges") for case in told[part]]
     return [s for s in specs if method.name in re.split(r"[:?+]", re.sub(r"\?[^+]*", "", s))]
 
 

@@ -1,4 +1,4 @@
-"""CAPKV: tokens that add most to what the output of attention can still express."""
+"""CapKV: tokens that add most to what the output of attention can still express."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def capkv(
 ) -> Tensor:
     """Keep the first tokens, and those whose values no other token's replace, weighted by queries.
 
-    A token weighs as much as its key points the way of the mean query to come, and scores by its
-    weight times the leverage of its value among all weighted values: a value that many others
-    repeat can go, however much attention it gets.
+    CapKV (Rethinking KV Cache Eviction via a Unified Information-Theoretic Objective, 2026) keeps
+    what tells most of the output of attention. A token weighs as much as its key points the way of
+    the mean query to come, and scores by its weight times the leverage of its value among all
+    weighted values: a value that many others repeat can go, however much attention it gets.
 
     Args:
         tokens: Keys `x` and `values` `[..., H, N, d]`; `query_mean` `[..., H, G, d]`, the mean of

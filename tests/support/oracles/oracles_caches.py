@@ -415,7 +415,8 @@ def entropy_chunkkv(
 ) -> Answers:
     last = min(window, max(budget // 2, 1))
     before = layer.n - last
-    score = [_level(sum(head[i] for head in layer.window) / len(layer.keys)) for i in range(before)]
+    votes = [sum(head[i] for head in layer.window) / len(layer.keys) for i in range(before)]
+    score = [_level(vote) / 2**30 for vote in votes]
     chunks = [list(range(at, min(at + chunk, before))) for at in range(0, before, chunk)]
     means, spreads = [], []
     for mine in chunks:
@@ -425,7 +426,7 @@ def entropy_chunkkv(
             share = score[i] / total if total else 0.0
             spread -= share * math.log(share) if share else 0.0
         spreads.append(_level(spread / math.log(len(mine))) if len(mine) > 1 else 0.0)
-    middle = [sorted(each)[(len(each) - 1) // 2] for each in (means, spreads)]
+    middle = [sorted(each)[(len(each) - 1) // 2] if each else 0.0 for each in (means, spreads)]
     keep: list[int] = []
     for c in ranked(means):
         gated = means[c] >= middle[0] and spreads[c] < middle[1]
@@ -821,9 +822,7 @@ def expected_attention(
     return answers
 
 
-def capkv(
-    layer: Layer, budget: int, tau: float = 5.0, sink: int = 4, future: int = 512
-) -> Answers:
+def capkv(layer: Layer, budget: int, tau: float = 5.0, sink: int = 4, future: int = 512) -> Answers:
     assert layer.values is not None and layer.mean is not None
     first, answers = min(sink, budget // 4), []
     for head in layer.heads:
