@@ -18,6 +18,7 @@ from mmfast.ops.merging import segment_merge
 from mmfast.ops.ranking import RoughScores, best_places, complement, marked
 from mmfast.ops.similarity import nearest, unit_rows
 
+OTHERS = ("query_", "layers_")  # how signals begin that are about no token of the layer
 _MOST = torch.finfo(torch.float64).max
 
 
@@ -189,8 +190,8 @@ def _some(tokens: Tokens, index: Tensor, heads: torch.Size) -> Tokens:
             return gather_rows(value, wide)
         return value.gather(-1, wide if value.ndim == wide.ndim else index)
 
-    signals = {  # what is about queries is not about these tokens
-        name: value if name.startswith("query_") else pick(value)
+    signals = {
+        name: value if name.startswith(OTHERS) else pick(value)
         for name, value in tokens.signals.items()
     }
     signals["behind"] = tokens.n - index  # how many queries see each of them

@@ -12,12 +12,13 @@ import oracles_select
 import pytest
 import torch
 from cache_checks import disagreement, evict, spec_of
-from cache_factory import KINDS, layer_of, make
+from cache_factory import KINDS, layer_of, make, stacked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mmfast
-from mmfast import Reduction, Tokens
+from mmfast import MmfastError, Reduction, Tokens
+from mmfast.caches.layers import kvcompose
 from mmfast.caches.plan import ROLES, plan_cache
 from mmfast.core import registry
 from mmfast.core.registry import Method
@@ -178,6 +179,36 @@ def test_a_pyramid_keeps_as_much_as_equal_layers(beta: float) -> None:
         last = min(8, max(mean // 2, 1))  # the window, which every layer keeps
         assert (kept[0] - kept[-1] > 1) == (beta > 1 and 61 - last >= 2 * (mean - last) > 0)
         assert kept[-1] >= last
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_layers_compete_for_one_budget(first: bool) -> None:
+    """Tables of unlike length; together layers keep the budget, and the first may keep most."""
+    lengths, kept = (61, 61, 40, 23), []
+    parts = [make("random", 2, n, seed=seed) for seed, n in enumerate(lengths)]
+    parts[2].signals["attn_repeated"] *= 1.1
+    table = -torch.ones(4, 61, dtype=torch.float64)
+    for row, part in zip(table, parts, strict=True):
+        row[: part.n] = kvcompose.composite(part.signals["attn_repeated"])
+    for depth, part in enumerate(parts):
+        part.signals["depth"], part.signals["depths"] = torch.tensor(depth), torch.tensor(4)
+        part.signals["layers_attn"] = table.expand(2, 4, 61)
+        layer = layer_of(part)
+        layer.layers = [each.signals["attn_repeated"].double().numpy() for each in parts]
+        found = evict(part, f"kvcompose:12?first={str(first).lower()}")
+        assert found.keep.tolist() == [
+            answer.keep for answer in oracles_caches.kvcompose(layer, 12, first=first)
+        ]
+        kept.append(found.m)
+    assert sum(kept) == 4 * 12 and len({*kept}) > 2 and (kept[0] == max(kept)) == first
+
+
+def test_a_batch_whose_layers_keep_unlike_numbers_is_refused() -> None:
+    parts = [make("random", 2, 30, seed=seed) for seed in range(2)]
+    for part, more in zip(parts, (1.0, 9.0), strict=True):
+        part.signals["layers_attn"] = part.signals["layers_attn"] * torch.tensor([[[1.0], [more]]])
+    with pytest.raises(MmfastError, match=r"'kvcompose' keeps .*one by one"):
+        evict(stacked(parts), "kvcompose:9")
 
 
 def test_a_lazy_layer_keeps_its_ends_alone() -> None:

@@ -154,6 +154,7 @@ FAULTS: list[Fault] = [
     ("simlayerkv", "caches.layers.simlayerkv.stable_topk", _least),
     ("knorm", "ops.eviction.best_places", _least),
     ("h2o", "ops.eviction.best_places", _least),
+    ("kvcompose", "caches.layers.kvcompose.best_places", _least),
     ("capkv", "ops.eviction.best_places", _least),
     ("entropy_chunkkv", "caches.entropy_chunkkv.stable_topk", _least),
     ("entropy_chunkkv", "caches.entropy_chunkkv._median", _highest),

@@ -36,6 +36,7 @@ HALVES = [
 CACHES = {
     "adakv": "snapkv:0.4?window=5+adakv",
     "cam": "cam:0.4",
+    "kvcompose": "kvcompose:0.4?chunk=9",
     "capkv": "capkv:0.4?future=20",
     "entropy_chunkkv": "entropy_chunkkv:0.4?window=3&chunk=4",
     "chunkkv": "chunkkv:0.4?window=3&chunk=4",

@@ -161,6 +161,8 @@ def seen(
                 layer.pending, row, index, layers[index], layer.keys.shape[1]
             )
         signals |= known_heads(plan.needs, layers[index])
+    if plan.composes:
+        signals["layers_attn"] = layer.pending[row].to(keys.device).expand(len(keys), -1, -1)
     for name in about.keys() & plan.needs:
         signals[name] = torch.tensor(about[name], device=keys.device)
     return keys, signals, shared
@@ -383,7 +385,7 @@ class Eviction:
         for name in (WINDOW, COUNTED):  # of this prompt
             layer.notes.pop(name, None)
         layer.chosen = layer.gone + entries(layer) - drafts
-        if self.expectation is not None:
+        if self.expectation is not None or self._plan.composes:
             layer.pending = None
         return found
 

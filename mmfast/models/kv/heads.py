@@ -21,7 +21,7 @@ from mmfast.core.tokens import Tokens
 from mmfast.models.kv.notes import KIND, PADDING, entries, fill
 from mmfast.models.kv.packs import PackedLayer, PackedRow, packed_layer, settle
 from mmfast.models.reduction.cache_layers import is_short
-from mmfast.ops.eviction import mixed_beside
+from mmfast.ops.eviction import OTHERS, mixed_beside
 from mmfast.ops.ragged import RaggedRows, right_aligned
 
 # `(whole, row, where)` -> keys, signals, and what heads may share (`kv.eviction.seen`).
@@ -123,7 +123,7 @@ def _only(tokens: Tokens, where: Tensor) -> Tokens:
     """Those entries of one head alone."""
 
     def pick(name: str, value: Tensor) -> Tensor:
-        if value.ndim == 0 or name.startswith("query_"):
+        if value.ndim == 0 or name.startswith(OTHERS):
             return value
         return value.index_select(1 if value.ndim == 3 else -1, where)
 

@@ -116,6 +116,7 @@ def check_heads_decide_alone(method: Method) -> None:
         "chunkkv",
         "entropy_chunkkv",
         "keynorm",
+        "kvcompose",
         "simlayerkv",
         "tova",
         "zipcache",
@@ -209,7 +210,7 @@ def check_nan_is_refused(method: Method) -> None:
             tokens = make("random", 2, 24)
             values = tokens.x if name == "x" else tokens.signals[name]
             if values.is_floating_point():
-                values[1, 3] = broken
+                values[1, ..., 3] = broken
                 with pytest.raises(MmfastError, match="not finite"):
                     evict(tokens, spec_of(method, 4))
 

@@ -37,6 +37,7 @@ class Layer:
     counted: np.ndarray | None = None  # [H, N]
     mutual: np.ndarray | None = None  # [H, N]
     repeated: np.ndarray | None = None  # [H, N]
+    layers: list[np.ndarray] | None = None  # `repeated` of all layers
     vision: np.ndarray | None = None  # [H, N]
     gated: np.ndarray | None = None  # [H, N]
     probed: np.ndarray | None = None  # [H, N]
@@ -604,14 +605,16 @@ def oddest(layers: list[np.ndarray], share: float) -> list[int]:
     return sorted(ranked([_level(s) for s in score])[: max(int(count * share), 1)])
 
 
-def repeated(query: np.ndarray, cached: np.ndarray, new: np.ndarray, scale: float) -> np.ndarray:
+def repeated(
+    query: np.ndarray, cached: np.ndarray, new: np.ndarray, scale: float, mean: bool = False
+) -> np.ndarray:
     """Largest attention `[H, c]` that the entries of a chunk `[H, c, d]` get in the pass over it.
 
     Of its tokens, with queries `[Hq, L, d]` and keys `[H, L, d]`, each sees the chunk and those up
-    to itself.
+    to itself. Of the query heads of a key head the largest counts, or the `mean`.
     """
     heads, count = cached.shape[:2]
-    groups, found = len(query) // heads, np.zeros((heads, count))
+    groups, found = len(query) // heads, np.zeros((len(query), count))
     for head in range(len(query)):
         mine = head // groups
         for i in range(query.shape[1]):
@@ -619,8 +622,9 @@ def repeated(query: np.ndarray, cached: np.ndarray, new: np.ndarray, scale: floa
             logits = [scale * float(query[head, i] @ key) for key in keys]
             powers = [math.exp(each - max(logits)) for each in logits]
             for j in range(count):
-                found[mine, j] = max(found[mine, j], powers[j] / sum(powers))
-    return found
+                found[head, j] = max(found[head, j], powers[j] / sum(powers))
+    shared = [found[head * groups : (head + 1) * groups] for head in range(heads)]
+    return np.array([each.mean(0) if mean else each.max(0) for each in shared])
 
 
 def _levels(mean: int, n: int, layers: int, beta: float) -> list[int]:
@@ -822,6 +826,28 @@ def expected_attention(
     return answers
 
 
+def _composed(attn: np.ndarray) -> tuple[list[list[int]], list[int]]:
+    """Levels of each head, and those of the composite tokens."""
+    joint = [[float(a) + float(sum(attn[:, i])) / len(attn) for i, a in enumerate(h)] for h in attn]
+    falling = [sorted(head, reverse=True) for head in joint]
+    ranks = [_level(sum(head[i] for head in falling) / len(attn)) for i in range(attn.shape[1])]
+    return [[_level(each) for each in head] for head in joint], ranks
+
+
+def kvcompose(layer: Layer, budget: int, chunk: int = 2048, first: bool = False) -> Answers:
+    assert layer.repeated is not None and layer.layers is not None
+    tables = [_composed(attn)[1] for attn in layer.layers]
+    if first:
+        most = max(map(len, tables))
+        whole = [[table[i] for table in tables if i < len(table)] for i in range(most)]
+        tables[0] = [max(each) for each in whole]
+    every = [(-score, number, i) for number, t in enumerate(tables) for i, score in enumerate(t)]
+    best = sorted(every)[: budget * len(tables)]
+    count = sum(number == layer.depth[0] for _, number, _ in best)
+    heads, _ = _composed(layer.repeated)
+    return [pruned(layer.n, ranked(head)[: min(max(count, 1), layer.n)]) for head in heads]
+
+
 def capkv(layer: Layer, budget: int, tau: float = 5.0, sink: int = 4, future: int = 512) -> Answers:
     assert layer.values is not None and layer.mean is not None
     first, answers = min(sink, budget // 4), []
@@ -909,6 +935,7 @@ def qfilter(layer: Layer, budget: int) -> Answers:
 ORACLES: Mapping[str, Callable[..., Answers]] = {
     "cam": cam,
     "capkv": capkv,
+    "kvcompose": kvcompose,
     "entropy_chunkkv": entropy_chunkkv,
     "chunkkv": chunkkv,
     "criticalkv": criticalkv,
