@@ -154,8 +154,15 @@ class CachePlan:
         return bool(self.repeats) or self.gated
 
     @property
+    def composes(self) -> bool:
+        """Layers share one budget, by the attention of a second reading (`kvcompose`)."""
+        return "layers_attn" in self.needs
+
+    @property
     def asks(self) -> float | None:
         """Share of each of these chunks whose tokens alone are read again; None for all, asked."""
+        if self.composes:
+            return 1.0
         share = self._knob("asks", None) if self.repeats else None
         return None if share is None else float(share)
 

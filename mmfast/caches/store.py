@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from mmfast.core.kv import KVBlock
 from mmfast.core.reduction import Reduction
+from mmfast.ops.eviction import mixed_beside
 from mmfast.ops.pages import selected
 
 
@@ -103,7 +104,7 @@ def _row(
         return keys, values, kept
     if reduction.pure:  # rows of both lie alike, and are found once
         return *selected(keys, values, keep), kept
-    return reduction.apply(keys[0])[None], reduction.apply(values[0])[None], kept
+    return reduction.apply_keys(keys[0])[None], reduction.apply(values[0])[None], kept
 
 
 def _of_note(note: Tensor, keep: Tensor, where: Tensor) -> Tensor:
@@ -134,6 +135,9 @@ def beside(reduction: Reduction, tail: int) -> Reduction:
         return reduction
     keep, owner, n, m = reduction.keep, reduction.owner, reduction.n, reduction.m
     more = torch.arange(tail, device=keep.device).expand(*keep.shape[:-1], tail)
+    if reduction.mix is not None:
+        where = torch.arange(n, device=keep.device).expand(owner.shape)
+        return mixed_beside(reduction, more + n, where, n + tail)
     weight = reduction.weight
     if weight is not None:
         weight = torch.cat([weight, torch.ones_like(more, dtype=weight.dtype)], -1)

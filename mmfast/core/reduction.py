@@ -204,6 +204,7 @@ class Reduction:
         pure: Every output is one untouched source, so `apply` is a gather.
         vectors: `[..., M, D]` outputs that a learned compressor computed, which `apply` returns.
         text: `[..., T, D]` what a learned compressor adds to the embeddings of the question.
+        own_keys: In a cache values alone are combined, and keys are those of `keep`.
         note: What the method says of its choice, for the trace.
     """
 
@@ -216,6 +217,7 @@ class Reduction:
     vectors: Tensor | None = None
     text: Tensor | None = None
     note: str = ""
+    own_keys: bool = False
 
     @property
     def n(self) -> int:
@@ -286,6 +288,7 @@ class Reduction:
             weight=None if plain else join([item.share() for item in items]),
             order=join(orders) if orders else None,
             pure=pure,
+            own_keys=any(item.own_keys for item in items),
         )
 
     def sizes(self) -> Tensor:
@@ -317,6 +320,10 @@ class Reduction:
         if not emit or self.order is None:
             return out
         return gather_rows(out, self.order.clamp_min(0)).masked_fill(self.order[..., None] < 0, 0)
+
+    def apply_keys(self, x: Tensor) -> Tensor:
+        """Combine the keys `[..., N, d]` of a cache, as `apply` does, or gather those of `keep`."""
+        return gather_rows(x, self.keep) if self.own_keys else self.apply(x)
 
     @cached_property
     def segments(self) -> Segments:

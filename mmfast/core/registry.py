@@ -36,7 +36,7 @@ class Method:
     Attributes:
         name: The name in spec strings.
         kind: `reducer`, `cache`, `head`, `prefill`, `compressor` or `ranker`.
-        paper: arXiv id, or "" for a baseline.
+        paper: Id on arXiv or OpenReview, or "" for a baseline.
         needs: Signals it reads from `Tokens` (`x`, `attn`, `query`, `grid`, `keys` …).
         summary: First line of its docstring.
         fn: The callable itself.
@@ -198,7 +198,7 @@ def register(
     Args:
         name: The name in spec strings.
         kind: `reducer`, `cache`, `head`, `prefill`, `compressor` or `ranker`.
-        paper: arXiv id, or "" for a baseline.
+        paper: Id on arXiv or OpenReview, or "" for a baseline.
         needs: Signals that it reads.
         into: Where it is entered.
         **traits: Further fields of `Method`, from `sites` to `stream`.

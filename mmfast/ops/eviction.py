@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmfast.core.errors import MmfastError, SpecError
-from mmfast.core.reduction import Reduction, Segments, gather_rows
+from mmfast.core.reduction import Mix, Reduction, Segments, gather_rows
 from mmfast.core.registry import EVERY
 from mmfast.core.spec import Spec, count
 from mmfast.core.tokens import Tokens, all_finite, choosing
@@ -17,6 +18,7 @@ from mmfast.ops.merging import segment_merge
 from mmfast.ops.ranking import RoughScores, best_places, complement, marked
 from mmfast.ops.similarity import nearest, unit_rows
 
+OTHERS = ("query_", "layers_")  # how signals begin that are about no token of the layer
 _MOST = torch.finfo(torch.float64).max
 
 
@@ -108,6 +110,8 @@ def evict_beside(stands: Tensor, tokens: Tokens, spec: Spec) -> Reduction:
     keep = torch.cat([fixed, wide.gather(-1, found.keep)], -1)
     if found.pure:
         return Reduction.prune(keep, tokens.n)
+    if found.mix is not None:
+        return mixed_beside(found, fixed, wide, tokens.n)
     joined = wide.gather(-1, found.keep).gather(-1, found.owner.clamp_min(0))
     joined = joined.masked_fill(found.owner < 0, -1)  # [..., H, R] the source that each joins
     target = torch.arange(tokens.n, device=keep.device).expand(*keep.shape[:-1], -1).clone()
@@ -115,6 +119,27 @@ def evict_beside(stands: Tensor, tokens: Tokens, spec: Spec) -> Reduction:
     return Reduction.merge(
         keep, target.scatter_(-1, wide, joined), weight.scatter_(-1, wide, found.share())
     )
+
+
+def mixed_beside(found: Reduction, more: Tensor, where: Tensor, n: int) -> Reduction:
+    """Keep the tokens `more` `[..., S]` of n, too, untouched, beside a reduction with a mix.
+
+    `where` `[..., R]` are the places among n of the tokens that it reduces. What comes back is
+    merged into nothing.
+    """
+    mix, own = found.mix, where.gather(-1, found.keep)
+    assert mix is not None
+    all_kept = Reduction.prune(torch.cat([own, more], -1), n)
+    slot, source = all_kept.owner, where.gather(-1, mix.source)
+    output = slot.gather(-1, own.gather(-1, mix.output))
+    now = slot.gather(-1, source)
+    weight = mix.weight.masked_fill((now >= 0) & (now != output), 0)
+    mixed = Mix(
+        torch.cat([output, slot.gather(-1, more)], -1),
+        torch.cat([source, more], -1),
+        torch.cat([weight, torch.ones_like(more, dtype=weight.dtype)], -1),
+    )
+    return replace(found, keep=all_kept.keep, owner=slot, mix=mixed)
 
 
 def keep_marked(stands: Tensor, tokens: Tokens) -> Reduction:
@@ -165,8 +190,8 @@ def _some(tokens: Tokens, index: Tensor, heads: torch.Size) -> Tokens:
             return gather_rows(value, wide)
         return value.gather(-1, wide if value.ndim == wide.ndim else index)
 
-    signals = {  # what is about queries is not about these tokens
-        name: value if name.startswith("query_") else pick(value)
+    signals = {
+        name: value if name.startswith(OTHERS) else pick(value)
         for name, value in tokens.signals.items()
     }
     signals["behind"] = tokens.n - index  # how many queries see each of them

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -208,8 +208,8 @@ def _over(lengths: Sequence[int], most: int) -> list[int]:
     return [layer for layer, n in enumerate(lengths) if n > most]
 
 
-def _merged(chosen: Reduction, rows: Tensor) -> Tensor:
-    merged = chosen.apply(rearrange(rows, "h m d -> m (h d)"))
+def _merged(combine: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    merged = combine(rearrange(rows, "h m d -> m (h d)"))
     return rearrange(merged, "m (h d) -> h m d", h=len(rows))
 
 
@@ -382,7 +382,8 @@ class Memory:
         keep = chosen.keep
         if not chosen.pure:  # merged keys are those of the tokens that they are merged into
             places = rows.positions(layer)[:, first:]
-            raw, values = (_merged(chosen, buffer.read(p, first, n)) for p in (RAW, VALUES))
+            pairs = ((chosen.apply_keys, RAW), (chosen.apply, VALUES))
+            raw, values = (_merged(each, buffer.read(p, first, n)) for each, p in pairs)
             turned = self.turner.rotate(layer, raw, places.index_select(1, keep.cpu()))
         index = torch.cat([torch.arange(first, device=keep.device), keep + first])
         buffer.pick(index)

@@ -69,7 +69,14 @@ def test_decoding_equals_hiding_what_a_slow_policy_drops_again(
 @pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "spec", ["snapkv:0.4?window=2&every=3", "vatp:11?sink=1&every=2", "lagkv:0.5?every=4", "h2o:9"]
+    "spec",
+    [
+        "snapkv:0.4?window=2&every=3",
+        "vatp:11?sink=1&every=2",
+        "cam:11?every=2",
+        "lagkv:0.5?every=4",
+        "h2o:9",
+    ],
 )
 def test_a_ragged_batch_chooses_again_as_its_rows_do(family: str, spec: str) -> None:
     this = tiny(family)

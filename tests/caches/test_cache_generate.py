@@ -26,6 +26,7 @@ WHOLE = (
     "compactor:1.0",
     "kvzip:1.0",
     "kvsquared:1.0",
+    "kvcompose:1.0",
     "fastkvzip:1.0",
     "keynorm:1.0",
     "sink:2+window:4000",
@@ -39,6 +40,9 @@ WHOLE = (
     "curdkv:1.0",
     "knorm:1.0",
     "h2o:1.0",
+    "cam:1.0",
+    "capkv:1.0",
+    "entropy_chunkkv:1.0",
     "vatp:1.0",
     "leverage:1.0",
     "pyramidkv:1.0",
@@ -63,6 +67,7 @@ SCORES = (
     "compactor:0.4?chunk=7&sink=3",
     "kvzip:0.4?chunk=9",
     "kvsquared:0.4?chunk=9&asks=0.3",
+    "kvcompose:0.4?chunk=9",
     "fastkvzip:0.4",
     "tova:0.25",
     "keydiff:0.4",
@@ -71,6 +76,9 @@ SCORES = (
     "curdkv:0.4",
     "knorm:0.4",
     "h2o:0.4",
+    "cam:0.4?merge=5",
+    "capkv:0.4?future=20",
+    "entropy_chunkkv:0.4?window=3&chunk=4",
     "vatp:0.4?sink=2",
     "leverage:0.4",
     "pyramidkv:0.4?window=3",
@@ -82,7 +90,7 @@ SCORES = (
     "streammem:0.5?window=3",
     "livevlm:0.5?window=5",
 )
-PREFILL = (SPECS[0], "lookm:0.4", "zipvl:0.5?low=0")  # act behind a prompt only
+PREFILL = (SPECS[0], "lookm:0.4", "cam:0.4?merge=5", "zipvl:0.5?low=0")  # act behind a prompt only
 
 
 @pytest.mark.rest_is_slow(3)

@@ -12,12 +12,13 @@ import oracles_select
 import pytest
 import torch
 from cache_checks import disagreement, evict, spec_of
-from cache_factory import KINDS, layer_of, make
+from cache_factory import KINDS, layer_of, make, stacked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mmfast
-from mmfast import Reduction, Tokens
+from mmfast import MmfastError, Reduction, Tokens
+from mmfast.caches.layers import kvcompose
 from mmfast.caches.plan import ROLES, plan_cache
 from mmfast.core import registry
 from mmfast.core.registry import Method
@@ -101,6 +102,13 @@ def test_promise(method: Method, promise: Callable[[Method], None]) -> None:
         ("chunkkv", {"window": 5, "chunk": 100}),
         ("h2o", {"recent": 0.0}),
         ("h2o", {"recent": 1.0}),
+        ("capkv", {"tau": 0.0, "sink": 0}),
+        ("capkv", {"tau": 20.0, "sink": 30}),
+        ("entropy_chunkkv", {"window": 3, "chunk": 4, "few": 1}),
+        ("entropy_chunkkv", {"window": 1, "chunk": 1}),
+        ("entropy_chunkkv", {"window": 5, "chunk": 7, "few": 3}),
+        ("cam", {"recent": 0.0, "merge": 1}),
+        ("cam", {"recent": 1.0, "merge": 5}),
         ("vatp", {"sink": 0, "recent": 0.3}),
         ("vatp", {"sink": 3, "recent": 1.0}),
         ("leverage", {"sink": 0, "recent": 0, "rank": 0}),
@@ -173,6 +181,36 @@ def test_a_pyramid_keeps_as_much_as_equal_layers(beta: float) -> None:
         assert kept[-1] >= last
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_layers_compete_for_one_budget(first: bool) -> None:
+    """Tables of unlike length; together layers keep the budget, and the first may keep most."""
+    lengths, kept = (61, 61, 40, 23), []
+    parts = [make("random", 2, n, seed=seed) for seed, n in enumerate(lengths)]
+    parts[2].signals["attn_repeated"] *= 1.1
+    table = -torch.ones(4, 61, dtype=torch.float64)
+    for row, part in zip(table, parts, strict=True):
+        row[: part.n] = kvcompose.composite(part.signals["attn_repeated"])
+    for depth, part in enumerate(parts):
+        part.signals["depth"], part.signals["depths"] = torch.tensor(depth), torch.tensor(4)
+        part.signals["layers_attn"] = table.expand(2, 4, 61)
+        layer = layer_of(part)
+        layer.layers = [each.signals["attn_repeated"].double().numpy() for each in parts]
+        found = evict(part, f"kvcompose:12?first={str(first).lower()}")
+        assert found.keep.tolist() == [
+            answer.keep for answer in oracles_caches.kvcompose(layer, 12, first=first)
+        ]
+        kept.append(found.m)
+    assert sum(kept) == 4 * 12 and len({*kept}) > 2 and (kept[0] == max(kept)) == first
+
+
+def test_a_batch_whose_layers_keep_unlike_numbers_is_refused() -> None:
+    parts = [make("random", 2, 30, seed=seed) for seed in range(2)]
+    for part, more in zip(parts, (1.0, 9.0), strict=True):
+        part.signals["layers_attn"] = part.signals["layers_attn"] * torch.tensor([[[1.0], [more]]])
+    with pytest.raises(MmfastError, match=r"'kvcompose' keeps .*one by one"):
+        evict(stacked(parts), "kvcompose:9")
+
+
 def test_a_lazy_layer_keeps_its_ends_alone() -> None:
     tokens = make("random", 2, 50)
     ends, attn = [*range(4), *range(44, 50)], tokens.signals["attn_window"]
@@ -212,7 +250,9 @@ def test_positions_add_up_as_a_union(spec: str, names: dict[str, int]) -> None:
     assert plan.standing(tokens.signals["kind"]).nonzero()[:, 0].tolist() == sorted(union)
 
 
-@pytest.mark.parametrize("score", ["snapkv:12?window=3", "lookm:0.2", "keynorm:9", "zipvl:8"])
+@pytest.mark.parametrize(
+    "score", ["snapkv:12?window=3", "lookm:0.2", "keynorm:9", "zipvl:8", "cam:8?merge=3"]
+)
 def test_a_score_chooses_among_what_does_not_stand(score: str) -> None:
     tokens = make("random", 2, 60, seed=3)
     rest = torch.arange(4, 54)

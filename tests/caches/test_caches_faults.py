@@ -52,6 +52,14 @@ def _ungrouped(score: torch.Tensor, group: torch.Tensor, counts: torch.Tensor) -
     return grouped_topk.grouped_topk(score, zero, total)
 
 
+def _highest(x: torch.Tensor) -> torch.Tensor:
+    return x.amax(-1, keepdim=True)
+
+
+def _one_less(index: torch.Tensor, n: int) -> torch.Tensor:
+    return ranking.complement(index, n)[..., :-1]
+
+
 def _farthest(cosine: torch.Tensor) -> torch.Tensor:
     return similarity.nearest(-cosine)
 
@@ -146,6 +154,12 @@ FAULTS: list[Fault] = [
     ("simlayerkv", "caches.layers.simlayerkv.stable_topk", _least),
     ("knorm", "ops.eviction.best_places", _least),
     ("h2o", "ops.eviction.best_places", _least),
+    ("kvcompose", "caches.layers.kvcompose.best_places", _least),
+    ("capkv", "ops.eviction.best_places", _least),
+    ("entropy_chunkkv", "caches.entropy_chunkkv.stable_topk", _least),
+    ("entropy_chunkkv", "caches.entropy_chunkkv._median", _highest),
+    ("cam", "caches.attention.cam.best_places", _least),
+    ("cam", "caches.attention.cam.complement", _one_less),
     ("vatp", "ops.eviction.best_places", _least),
     ("leverage", "ops.eviction.best_places", _least),
     ("lagkv", "caches.lagkv.grouped_topk", _ungrouped),

@@ -42,6 +42,27 @@ def test_the_same_channels_go(model: Any, case: dict[str, Any]) -> None:
         assert [(head == 0).all(0).nonzero()[:, 0].tolist() for head in keys] == heads
 
 
+@pytest.mark.parametrize("case", GOLDEN["merges"], ids=lambda case: case["spec"])
+def test_the_same_values_are_merged(model: Any, case: dict[str, Any]) -> None:
+    """A prompt of one token, and an answer; the cache is thinned when one more token comes."""
+    cache, told = DynamicCache(config=model.config), [*case["ids"], 0, 0]
+    with attach(model, cache=case["spec"]):
+        model.generate(
+            torch.tensor([told[:1]]),
+            past_key_values=cache,
+            max_new_tokens=len(told) - 1,
+            pad_token_id=0,
+            eos_token_id=64,  # which no token is
+            prefix_allowed_tokens_fn=lambda _, said: told[len(said) : len(said) + 1],
+        )
+    for index, layer in enumerate(cache.layers):
+        for name in ("keys", "values"):
+            theirs = torch.tensor(case[name][index])
+            assert layer.keys.shape[2] == theirs.shape[1] + 1
+            ours = getattr(layer, name)[0, :, :-1]
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["spec"])
 def test_the_same_entries_stay(
     model: Any, case: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -35,6 +35,10 @@ HALVES = [
 # Every policy, in a setting in which it acts on prompts of some sixty tokens.
 CACHES = {
     "adakv": "snapkv:0.4?window=5+adakv",
+    "cam": "cam:0.4",
+    "kvcompose": "kvcompose:0.4?chunk=9",
+    "capkv": "capkv:0.4?future=20",
+    "entropy_chunkkv": "entropy_chunkkv:0.4?window=3&chunk=4",
     "chunkkv": "chunkkv:0.4?window=3&chunk=4",
     "compactor": "compactor:0.4?chunk=7&sink=3",
     "criticalkv": "criticalkv:0.5?window=3",

@@ -176,7 +176,7 @@ def test_rows_are_plain_data() -> None:
             "mmfast.caches.heads.adakv.share_out",
             lambda weights, budget, caps: torch.full_like(caps, budget // caps.shape[-1]),
         ),
-        ("h2o", "mmfast.caches.attention.heavy._heaviest", lambda name, score, *_: -score),
+        ("h2o", "mmfast.caches.attention.heavy.heaviest", lambda name, score, *_: -score),
         (
             "snapkv",
             "mmfast.caches.snapkv.window_votes",

@@ -28,7 +28,16 @@ CLOSE = {"atol": 5e-5, "rtol": 5e-5}
 SCORES = {m.name for m in methods(kind="cache") if m.role == "score"}
 UNEVEN = {"pyramidkv", "simlayerkv"}
 # They see prompts alone.
-BLIND = {"criticalkv", "qfilter", "finch", "compactor", "kvzip", "kvsquared", "fastkvzip"}
+BLIND = {
+    "criticalkv",
+    "qfilter",
+    "finch",
+    "compactor",
+    "kvzip",
+    "kvsquared",
+    "kvcompose",
+    "fastkvzip",
+}
 POLICIES = sorted(SCORES - UNEVEN - BLIND - {"zipcache", "zipvl"})
 
 
@@ -151,7 +160,7 @@ def test_what_cannot_be_bounded_is_refused() -> None:
         engine.memory(plan_cache("sink:4"))
     assert score_policies() == POLICIES
     for name in sorted(UNEVEN | BLIND):
-        with pytest.raises(SpecError, match=f"'{name}' .*; choices: chunkkv, "):
+        with pytest.raises(SpecError, match=f"'{name}' .*; choices: cam, "):
             engine.memory(plan_cache(f"sink:4+{name}:16"))
     with pytest.raises(SpecError, match="'snapkv' needs"):
         engine.memory(plan_cache("window:64+snapkv:0.5"))
@@ -388,7 +397,8 @@ def test_attention_is_that_of_the_stock_model(family: str) -> None:
 
 @pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize(
-    "policy", ["snapkv:48", "lookm:48", "expected_attention:48", "keynorm:48+rekv:2"]
+    "policy",
+    ["snapkv:48", "lookm:48", "cam:48", "capkv:48", "expected_attention:48", "keynorm:48+rekv:2"],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_memory_by_score_goes_on_bit_for_bit(family: str, policy: str) -> None:

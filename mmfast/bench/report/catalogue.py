@@ -22,9 +22,9 @@ SYSTEMS = ROOT / "assets" / "systems.json"
 
 
 def paper(method: Method) -> str:
-    """A link to the paper of a method."""
-    link = f"[{method.paper}](https://arxiv.org/abs/{method.paper})"
-    return link if method.paper else "baseline"
+    """A link to the paper of a method, on arXiv or OpenReview."""
+    home = "https://arxiv.org/abs/" if "." in method.paper else "https://openreview.net/forum?id="
+    return f"[{method.paper}]({home}{method.paper})" if method.paper else "baseline"
 
 
 def sites(method: Method) -> str:
@@ -55,7 +55,7 @@ def press_cases(method: Method) -> list[str]:
     if method.kind != "cache":
         return []
     told = _presses()
-    specs = [case["spec"] for part in ("cases", "channels") for case in told[part]]
+    specs = [case["spec"] for part in ("cases", "channels", "merges") for case in told[part]]
     return [s for s in specs if method.name in re.split(r"[:?+]", re.sub(r"\?[^+]*", "", s))]
 
 

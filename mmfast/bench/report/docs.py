@@ -146,7 +146,8 @@ def _origin(method: Method, known: Mapping[str, Any]) -> str:
     name = known.get("title", "")
     if not method.paper:
         return name or "A baseline of this project, without a paper."
-    return f"{name + ', ' if name else ''}arXiv {paper(method)}."
+    home = "arXiv" if "." in method.paper else "OpenReview"
+    return f"{name + ', ' if name else ''}{home} {paper(method)}."
 
 
 def _properties(method: Method) -> list[tuple[str, str]]:

@@ -60,6 +60,15 @@ PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
         "ExpectedAttentionPress",
         {"n_future_positions": 512, "n_sink": 4},
     ),
+    f"capkv:{KEPT}?sink=4&future=512": (
+        "CapPress",
+        {"n_future_positions": 512, "n_sink": 4},
+    ),
+    # An odd number of chunks before the window, which is one of theirs, has the same medians.
+    f"entropy_chunkkv:{KEPT}?window=10": (
+        "EntropyGatedChunkKVPress",
+        {"press": {"press": "SnapKVPress", "options": {"window_size": 10, "kernel_size": 1}}},
+    ),
 }
 
 

@@ -27,7 +27,7 @@ def h2o(tokens: Tokens, budget: int, *, recent: float = 0.5) -> Tensor:
     Raises:
         SpecError: `recent` outside [0, 1].
     """
-    return _heaviest("h2o", tokens.need("attn_sum").double(), budget, 0, recent)
+    return heaviest("h2o", tokens.need("attn_sum").double(), budget, 0, recent)
 
 
 @policy("vatp", paper="2406.12335", needs=("attn_sum", "values"), role="score")
@@ -52,10 +52,10 @@ def vatp(tokens: Tokens, budget: int, *, sink: int = 20, recent: float = 0.5) ->
         raise SpecError(f"knob sink={sink} of 'vatp' is negative; choose 0 or more")
     weight = tokens.need("values").double().abs().sum(-1)
     score = snap(tokens.need("attn_sum").double() * weight)
-    return _heaviest("vatp", score, budget, min(sink, budget // 4), recent)
+    return heaviest("vatp", score, budget, min(sink, budget // 4), recent)
 
 
-def _heaviest(name: str, score: Tensor, budget: int, first: int, recent: float) -> Tensor:
+def heaviest(name: str, score: Tensor, budget: int, first: int, recent: float) -> Tensor:
     """Scores `[..., N]` under which the first and the last tokens stay."""
     if not 0 <= recent <= 1:
         raise SpecError(f"knob recent={recent} of {name!r} is no share; choose from 0 to 1")

@@ -22,7 +22,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec, count
 from mmfast.core.tokens import Tokens
-from mmfast.models.kv.heads import alike, evict_heads, held_by_heads, of_head
+from mmfast.models.kv.heads import alike, choose_by_head, evict_heads, held_by_heads
 from mmfast.models.kv.notes import (
     BASIS,
     COUNTED,
@@ -122,7 +122,7 @@ def chooser(
         if alike(shared):
             signals |= {name: each[0] for name, each in shared.items()}
             return mine.reduce(Tokens(keys, signals=signals))
-        return _by_head(mine, keys, signals, shared, len(keys))
+        return choose_by_head(mine, keys, signals, shared)
 
     return choose
 
@@ -161,6 +161,8 @@ def seen(
                 layer.pending, row, index, layers[index], layer.keys.shape[1]
             )
         signals |= known_heads(plan.needs, layers[index])
+    if plan.composes:
+        signals["layers_attn"] = layer.pending[row].to(keys.device).expand(len(keys), -1, -1)
     for name in about.keys() & plan.needs:
         signals[name] = torch.tensor(about[name], device=keys.device)
     return keys, signals, shared
@@ -193,38 +195,6 @@ def signals_of(values: Tensor, kinds: Tensor, notes: Mapping[str, Tensor]) -> di
 
 def _pick(x: Tensor, where: Tensor, dim: int) -> Tensor:
     return x if len(where) == x.shape[dim] else x.index_select(dim, where)
-
-
-def _by_head(
-    plan: CachePlan,
-    keys: Tensor,
-    signals: dict[str, Tensor],
-    shared: dict[str, Tensor],
-    heads: int,
-) -> Reduction:
-    """Choose head by head, where heads hold different tokens since an earlier prompt."""
-    found = []
-    for head in range(heads):
-        mine = of_head(keys, signals, shared, head)
-        found.append(plan.reduce(mine).select(0))
-    length = max(r.m for r in found)
-    return Reduction.stack([_grown(r, length) for r in found], (heads,))
-
-
-def _grown(reduction: Reduction, length: int) -> Reduction:
-    """Keep the most recent of the dropped entries, too, so that heads hold equally many."""
-    missing = length - reduction.m
-    if missing == 0:
-        return reduction
-    target = reduction.keep.gather(-1, reduction.owner.clamp_min(0))
-    alone = torch.ones(reduction.n, dtype=torch.bool, device=target.device)
-    alone[reduction.keep] = False
-    back = alone.nonzero()[:, 0][-missing:]
-    target = target.masked_fill(reduction.owner < 0, -1).index_copy(0, back, back)
-    keep = torch.cat([reduction.keep, back])
-    if reduction.pure:
-        return Reduction.prune(keep, reduction.n)
-    return Reduction.merge(keep, target, reduction.weight)
 
 
 def stayer(plan: CachePlan, layer: Any) -> Choose:
@@ -415,7 +385,7 @@ class Eviction:
         for name in (WINDOW, COUNTED):  # of this prompt
             layer.notes.pop(name, None)
         layer.chosen = layer.gone + entries(layer) - drafts
-        if self.expectation is not None:
+        if self.expectation is not None or self._plan.composes:
             layer.pending = None
         return found
 
@@ -454,7 +424,7 @@ class Eviction:
         chosen = self._plan.reduce(Tokens(keys, signals=signals))
         if chosen.m == chosen.n and chosen.pure:
             return keys, values
-        return chosen.apply(keys), chosen.apply(values)
+        return chosen.apply_keys(keys), chosen.apply(values)
 
     def step(self, cache: Any, index: int, over: bool, memo: list[Slid]) -> None:
         """Evict before a call, when nothing that the last one brought can be taken back any more.

@@ -16,10 +16,12 @@ from torch.nn import functional as F
 from mmfast.caches.plan import CachePlan
 from mmfast.caches.store import Left
 from mmfast.core.kv import KVBlock
+from mmfast.core.reduction import Reduction
 from mmfast.core.tokens import Tokens
 from mmfast.models.kv.notes import KIND, PADDING, entries, fill
 from mmfast.models.kv.packs import PackedLayer, PackedRow, packed_layer, settle
 from mmfast.models.reduction.cache_layers import is_short
+from mmfast.ops.eviction import OTHERS, mixed_beside
 from mmfast.ops.ragged import RaggedRows, right_aligned
 
 # `(whole, row, where)` -> keys, signals, and what heads may share (`kv.eviction.seen`).
@@ -40,6 +42,35 @@ def of_head(
     mine = {k: v if v.ndim == 0 else v[head : head + 1] for k, v in signals.items()}
     mine |= {name: each.expand(len(keys), -1)[head] for name, each in shared.items()}
     return Tokens(keys[head : head + 1], signals=mine)
+
+
+def choose_by_head(
+    plan: CachePlan, keys: Tensor, signals: dict[str, Tensor], shared: dict[str, Tensor]
+) -> Reduction:
+    """Choose head by head, where heads hold different tokens since an earlier prompt."""
+    heads = range(len(keys))
+    found = [plan.reduce(of_head(keys, signals, shared, head)).select(0) for head in heads]
+    length = max(r.m for r in found)
+    return Reduction.stack([_grown(r, length) for r in found], (len(keys),))
+
+
+def _grown(reduction: Reduction, length: int) -> Reduction:
+    """Keep the most recent of the dropped entries, too, so that heads hold equally many."""
+    missing = length - reduction.m
+    if missing == 0:
+        return reduction
+    target = reduction.keep.gather(-1, reduction.owner.clamp_min(0))
+    alone = torch.ones(reduction.n, dtype=torch.bool, device=target.device)
+    alone[reduction.keep] = False
+    back = alone.nonzero()[:, 0][-missing:]
+    if reduction.mix is not None:
+        every = torch.arange(reduction.n, device=back.device)
+        return mixed_beside(reduction, back, every, reduction.n)
+    target = target.masked_fill(reduction.owner < 0, -1).index_copy(0, back, back)
+    keep = torch.cat([reduction.keep, back])
+    if reduction.pure:
+        return Reduction.prune(keep, reduction.n)
+    return Reduction.merge(keep, target, reduction.weight)
 
 
 def evict_heads(
@@ -92,7 +123,7 @@ def _only(tokens: Tokens, where: Tensor) -> Tokens:
     """Those entries of one head alone."""
 
     def pick(name: str, value: Tensor) -> Tensor:
-        if value.ndim == 0 or name.startswith("query_"):
+        if value.ndim == 0 or name.startswith(OTHERS):
             return value
         return value.index_select(1 if value.ndim == 3 else -1, where)
 

@@ -105,7 +105,7 @@ class KVStage:
         self._repetition = None
         if plan.repeats and self._eviction.acts:
             self._repetition = Repetition(
-                model, self._modules, plan.repeats, trace, state, plan.asks
+                model, self._modules, plan.repeats, trace, state, plan.asks, plan.composes
             )
         self._selection = Selection.of(plan, self._layers, state, trace, model)
         self._prompts, self._account = PromptTracker(), _Account()

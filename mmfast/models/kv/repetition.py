@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from mmfast.caches.keydiff import keydiff
+from mmfast.caches.layers.kvcompose import composite
 from mmfast.core.kv import KVBlock
 from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Trace
@@ -71,7 +73,8 @@ class _RowEntries:
 class Repetition:
     """Passes over the prompts of one attached model, in chunks of `chunk` tokens of a row.
 
-    With `asks`, this share of a chunk is read, unasked.
+    With `asks`, this share of a chunk is read, unasked. Where it `composes`, what an entry receives
+    is a mean over query heads, and `pending` of each layer has a table of all layers for each row.
 
     `modules` are the attention modules of the layers that a policy acts on.
     """
@@ -84,9 +87,11 @@ class Repetition:
         trace: Trace,
         state: PassState,
         asks: float | None = None,
+        composes: bool = False,
     ) -> None:
         self._model, self._text, self._modules = model, decoder_of(model), modules
         self._asks, self._chunk, self._trace, self._state = asks, chunk, trace, state
+        self._composes = composes
         self._first = min(modules)
 
     @torch.no_grad()
@@ -148,6 +153,20 @@ class Repetition:
             state.call, state.part, state.cache, state.active = before
         for index in self._modules:
             cache.layers[index].notes.pop(notes.NUMBER)
+        if self._composes:
+            tables = [self._table(cache, row, drafts) for row in range(len(prompt.numbers))]
+            for index in self._modules:
+                cache.layers[index].pending = tables
+
+    def _table(self, cache: Any, row: int, drafts: int) -> Tensor:
+        """Scores `[L, M]` of the composite tokens of a row, -1 where a layer has fewer."""
+        found = []
+        for index in self._modules:
+            held = notes.fill(cache.layers[index])
+            real = (held[notes.KIND][row] != notes.PADDING).any(0).nonzero()[:, 0]
+            real = real[: len(real) - drafts]
+            found.append(composite(held[notes.REPEATED][row].index_select(1, real)).cpu())
+        return pad_sequence(found, batch_first=True, padding_value=-1)
 
     def _read_row(self, cache: Any, row: int, prompt: PromptInput, drafts: int) -> None:
         entries = {i: _of_row(cache.layers[i], row, drafts) for i in self._modules}
@@ -159,9 +178,13 @@ class Repetition:
             if self._asks is None:
                 given = self._asked(prompt, row, here, tail, start)
             else:
-                given = _unasked(prompt, row, here[_odd(entries, numbers, self._asks)], start)
+                some = here
+                if self._asks < 1:
+                    some = here[_odd(entries, numbers, self._asks)]
+                given = _unasked(prompt, row, some, start)
             note = partial(self._note, cache, row)
-            change = partial(_handed, threading.get_ident(), entries, numbers, note)
+            thread = threading.get_ident()
+            change = partial(_handed, thread, entries, numbers, note, self._composes)
             with replacing(dict(self._modules), change):
                 self._pass(*given, prompt.planes)
             tail = here[-_TAIL:]
@@ -266,6 +289,7 @@ def _handed(
     entries: Mapping[int, _RowEntries],
     numbers: Tensor,
     note: Any,
+    mean: bool,
     index: int,
     module: nn.Module,
     query: Tensor,
@@ -280,7 +304,7 @@ def _handed(
     places = mine.of(numbers)
     (keys,), (values,) = mine.kv.keys, mine.kv.values
     near = torch.cat([keys.index_select(2, places), key], 2)
-    peak = head_peak(query, near, getattr(module, "scaling", None))[:, : len(places)]
+    peak = head_peak(query, near, getattr(module, "scaling", None), mean)[:, : len(places)]
     note(index, mine.where[places], peak)
     new = torch.ones(count, count, dtype=torch.bool, device=key.device).tril()
     heads = mine.real.shape[1]

@@ -191,17 +191,20 @@ def keys_seen(
     return int(key.shape[2]) if bias is None else int(_shown(bias).sum())
 
 
-def head_peak(query: Tensor, key: Tensor, scaling: float | None = None) -> Tensor:
+def head_peak(
+    query: Tensor, key: Tensor, scaling: float | None = None, mean: bool = False
+) -> Tensor:
     """Largest attention `[Hkv, S]` float32 that keys receive from any query of one row.
 
     Of the queries `[1, H, L, d]` the last one sees all keys `[1, Hkv, S, d]`, each before it one
-    less; the largest is over the query heads that share a KV head, too.
+    less. Of the query heads that share a KV head the largest counts, or the `mean`.
     """
-    heads, places = key.shape[1], torch.arange(query.shape[2], device=query.device)
-    peak = torch.zeros(heads, key.shape[2], dtype=torch.float32, device=key.device)
+    places = torch.arange(query.shape[2], device=query.device)
+    peak = torch.zeros(query.shape[1], key.shape[2], dtype=torch.float32, device=key.device)
     for weights, _ in _row_chunks(query, key, 0, places, None, scaling, True):
-        peak = peak.maximum(weights.unflatten(0, (heads, -1)).amax((1, 2)))
-    return peak
+        peak = peak.maximum(weights.amax(1))
+    shared = peak.unflatten(0, (key.shape[1], -1))
+    return shared.mean(1) if mean else shared.amax(1)
 
 
 def _shown(bias: Tensor) -> Tensor:

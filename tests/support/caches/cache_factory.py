@@ -55,11 +55,18 @@ def make(kind: str, heads: int, n: int, width: int = 8, seed: int = 0) -> Tokens
         "attn_vision": (window.roll(5, -1) + total) / 2,
         "attn_probed": (window.flip(-1) + total) / 2,
         "attn_sum": total,
+        "layers_attn": _composed((window + total.flip(-1)) / 2),
         "layer": torch.tensor(seed % 5),
         "depth": torch.tensor(0),  # one layer alone: its budget is the mean
         "depths": torch.tensor(1),
     }
     return Tokens(x, signals=signals)
+
+
+def _composed(attn: Tensor) -> Tensor:
+    """A table of one layer alone, for every head."""
+    joint = (attn + attn.mean(0)).double().sort(-1, descending=True).values.mean(0)
+    return joint.expand(len(attn), 1, -1).contiguous()
 
 
 def _covariances(heads: int, groups: int, width: int, generator: torch.Generator) -> Tensor:
@@ -90,6 +97,7 @@ def layer_of(tokens: Tokens) -> Layer:
         counted=wide("attn_counted"),
         mutual=wide("attn_mutual"),
         repeated=wide("attn_repeated"),
+        layers=[wide("attn_repeated")],
         vision=wide("attn_vision"),
         gated=wide("key_gate"),
         probed=wide("attn_probed"),

@@ -153,6 +153,8 @@ def apply(walk: Walk, found: dict[int, Any]) -> dict[int, torch.Tensor]:
             edited = whole.clone()
             for head, answer in enumerate(heads):
                 for slot, shares in answer.groups.items():
+                    if name == "keys" and answer.own_keys:
+                        shares = {slot: 1.0}
                     parts = [share * whole[0, head, source] for source, share in shares.items()]
                     edited[0, head, slot] = sum(parts)
                     seen[head, slot] = True

@@ -38,6 +38,15 @@ SCORES = {
     "streammem:0.5?window=3": ("streammem", 0.5, {"window": 3}),
     "livevlm:0.5?window=3&recent=0.1": ("livevlm", 0.5, {"window": 3, "recent": 0.1}),
     "knorm:0.4": ("knorm", 0.4, {}),
+    "kvcompose:0.4?chunk=9&first=false": ("kvcompose", 0.4, {"chunk": 9, "first": False}),
+    "kvcompose:0.3?chunk=100&first=true": ("kvcompose", 0.3, {"chunk": 100, "first": True}),
+    "capkv:0.4?future=9": ("capkv", 0.4, {"future": 9}),
+    "entropy_chunkkv:0.4?window=3&chunk=4&few=2": (
+        "entropy_chunkkv",
+        0.4,
+        {"window": 3, "chunk": 4, "few": 2},
+    ),
+    "cam:0.45?merge=3": ("cam", 0.45, {"merge": 3}),
     "vatp:0.4?sink=2": ("vatp", 0.4, {"sink": 2}),
     "leverage:0.4?rank=0": ("leverage", 0.4, {"rank": 0}),
     "compactor:0.4?chunk=7&sink=2&recent=3": (
@@ -213,16 +222,21 @@ def layer_of(
         found.vision = visual_attention(queries(this.family)[index], keys, asks, scale)
     if {*knobs} in ({"chunk"}, {"chunk", "asks"}):
         found.repeated = repeats(this.family, **knobs)[index]
+    if {*knobs} == {"chunk", "first"}:
+        whole = repeats(this.family, knobs["chunk"], 1.0, True)
+        found.repeated, found.layers = whole[index], [whole[i] for i in walk.full]
     return found
 
 
 @functools.cache
-def repeats(family: str, chunk: int, asks: float | None = None) -> dict[int, np.ndarray]:
+def repeats(
+    family: str, chunk: int, asks: float | None = None, mean: bool = False
+) -> dict[int, np.ndarray]:
     """What entries get while the prompt is repeated, without sdpa and with no word before it."""
     this = model_of(family, "eager")
     prompt = oracle.embed(this, ask(this))
     walk = cache_oracle.Walk(this, prompt)
-    return repeat_walk.received(walk, prompt, chunk, asks=asks)
+    return repeat_walk.received(walk, prompt, chunk, asks=asks, mean=mean)
 
 
 def answers(

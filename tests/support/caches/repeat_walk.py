@@ -27,10 +27,11 @@ def received(
     chunk: int,
     words: Sequence[Sequence[int]] = ((), (), ()),
     asks: float | None = None,
+    mean: bool = False,
 ) -> dict[int, np.ndarray]:
     """Largest attention `[Hkv, N]` by layer; ids before a first and a later chunk, and behind.
 
-    With `asks`, the oddest tokens of a chunk alone are read, in a row.
+    With `asks`, the oddest tokens of a chunk alone are read, in a row; `mean` is over query heads.
     """
     count, cache = len(prompt.embeds), walk.cache
     found = {i: np.zeros((cache.layers[i].keys.shape[1], count)) for i in walk.full}
@@ -44,7 +45,7 @@ def received(
             seen = _pass(walk, prompt, [here[i] for i in oddest(mine, asks)], [], words, True)
         for i, (query, new, scale) in seen.items():
             keys = cache.layers[i].keys[0].double().numpy()[:, here]
-            found[i][:, here] = repeated(query, keys, new, scale)
+            found[i][:, here] = repeated(query, keys, new, scale, mean)
     return found
 
 

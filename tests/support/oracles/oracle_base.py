@@ -35,6 +35,7 @@ class Answer:
 
     n: int
     groups: dict[int, dict[int, float]] = field(default_factory=dict)
+    own_keys: bool = False  # values alone are combined
 
     @property
     def keep(self) -> list[int]:

@@ -37,6 +37,7 @@ class Layer:
     counted: np.ndarray | None = None  # [H, N]
     mutual: np.ndarray | None = None  # [H, N]
     repeated: np.ndarray | None = None  # [H, N]
+    layers: list[np.ndarray] | None = None  # `repeated` of all layers
     vision: np.ndarray | None = None  # [H, N]
     gated: np.ndarray | None = None  # [H, N]
     probed: np.ndarray | None = None  # [H, N]
@@ -410,6 +411,33 @@ def knorm(layer: Layer, budget: int) -> Answers:
     return answers
 
 
+def entropy_chunkkv(
+    layer: Layer, budget: int, window: int = 32, chunk: int = 10, few: int = 4
+) -> Answers:
+    last = min(window, max(budget // 2, 1))
+    before = layer.n - last
+    votes = [sum(head[i] for head in layer.window) / len(layer.keys) for i in range(before)]
+    score = [_level(vote) / 2**30 for vote in votes]
+    chunks = [list(range(at, min(at + chunk, before))) for at in range(0, before, chunk)]
+    means, spreads = [], []
+    for mine in chunks:
+        total, spread = sum(score[i] for i in mine), 0.0
+        means.append(_level(total / len(mine)))
+        for i in mine:
+            share = score[i] / total if total else 0.0
+            spread -= share * math.log(share) if share else 0.0
+        spreads.append(_level(spread / math.log(len(mine))) if len(mine) > 1 else 0.0)
+    middle = [sorted(each)[(len(each) - 1) // 2] if each else 0.0 for each in (means, spreads)]
+    keep: list[int] = []
+    for c in ranked(means):
+        gated = means[c] >= middle[0] and spreads[c] < middle[1]
+        room = min(budget - last - len(keep), few if gated else chunk)
+        keep += ranked(score, chunks[c])[:room]
+    rest = ranked(score, [i for i in range(before) if i not in keep])
+    keep += rest[: budget - last - len(keep)]
+    return layer.alike(keep + list(range(before, layer.n)))
+
+
 def _heavy(layer: Layer, score: list[float], budget: int, first: int, recent: float) -> Answer:
     last = min(round(recent * budget), budget - first)
     keep = [*range(first), *range(layer.n - last, layer.n)]
@@ -419,6 +447,23 @@ def _heavy(layer: Layer, score: list[float], budget: int, first: int, recent: fl
 
 def h2o(layer: Layer, budget: int, recent: float = 0.5) -> Answers:
     return [_heavy(layer, list(head), budget, 0, recent) for head in layer.total]
+
+
+def cam(layer: Layer, budget: int, recent: float = 0.5, merge: int = 32) -> Answers:
+    answers = []
+    for attn in layer.total.tolist():
+        answer = _heavy(layer, attn, budget, 0, recent)
+        answer.own_keys = True
+        for i in range(layer.n):
+            next_ones = [k for k in answer.keep if k > i][:merge]
+            if i in answer.groups or not next_ones:
+                continue
+            mean = sum(attn[k] for k in next_ones) / len(next_ones)
+            chance = min(attn[i] / mean, 1.0) if mean else float(attn[i] > 0)
+            for k in next_ones:
+                answer.groups[k][i] = chance / len(next_ones)
+        answers.append(answer)
+    return answers
 
 
 def vatp(layer: Layer, budget: int, sink: int = 20, recent: float = 0.5) -> Answers:
@@ -560,14 +605,16 @@ def oddest(layers: list[np.ndarray], share: float) -> list[int]:
     return sorted(ranked([_level(s) for s in score])[: max(int(count * share), 1)])
 
 
-def repeated(query: np.ndarray, cached: np.ndarray, new: np.ndarray, scale: float) -> np.ndarray:
+def repeated(
+    query: np.ndarray, cached: np.ndarray, new: np.ndarray, scale: float, mean: bool = False
+) -> np.ndarray:
     """Largest attention `[H, c]` that the entries of a chunk `[H, c, d]` get in the pass over it.
 
     Of its tokens, with queries `[Hq, L, d]` and keys `[H, L, d]`, each sees the chunk and those up
-    to itself.
+    to itself. Of the query heads of a key head the largest counts, or the `mean`.
     """
     heads, count = cached.shape[:2]
-    groups, found = len(query) // heads, np.zeros((heads, count))
+    groups, found = len(query) // heads, np.zeros((len(query), count))
     for head in range(len(query)):
         mine = head // groups
         for i in range(query.shape[1]):
@@ -575,8 +622,9 @@ def repeated(query: np.ndarray, cached: np.ndarray, new: np.ndarray, scale: floa
             logits = [scale * float(query[head, i] @ key) for key in keys]
             powers = [math.exp(each - max(logits)) for each in logits]
             for j in range(count):
-                found[mine, j] = max(found[mine, j], powers[j] / sum(powers))
-    return found
+                found[head, j] = max(found[head, j], powers[j] / sum(powers))
+    shared = [found[head * groups : (head + 1) * groups] for head in range(heads)]
+    return np.array([each.mean(0) if mean else each.max(0) for each in shared])
 
 
 def _levels(mean: int, n: int, layers: int, beta: float) -> list[int]:
@@ -778,6 +826,49 @@ def expected_attention(
     return answers
 
 
+def _composed(attn: np.ndarray) -> tuple[list[list[int]], list[int]]:
+    """Levels of each head, and those of the composite tokens."""
+    joint = [[float(a) + float(sum(attn[:, i])) / len(attn) for i, a in enumerate(h)] for h in attn]
+    falling = [sorted(head, reverse=True) for head in joint]
+    ranks = [_level(sum(head[i] for head in falling) / len(attn)) for i in range(attn.shape[1])]
+    return [[_level(each) for each in head] for head in joint], ranks
+
+
+def kvcompose(layer: Layer, budget: int, chunk: int = 2048, first: bool = False) -> Answers:
+    assert layer.repeated is not None and layer.layers is not None
+    tables = [_composed(attn)[1] for attn in layer.layers]
+    if first:
+        most = max(map(len, tables))
+        whole = [[table[i] for table in tables if i < len(table)] for i in range(most)]
+        tables[0] = [max(each) for each in whole]
+    every = [(-score, number, i) for number, t in enumerate(tables) for i, score in enumerate(t)]
+    best = sorted(every)[: budget * len(tables)]
+    count = sum(number == layer.depth[0] for _, number, _ in best)
+    heads, _ = _composed(layer.repeated)
+    return [pruned(layer.n, ranked(head)[: min(max(count, 1), layer.n)]) for head in heads]
+
+
+def capkv(layer: Layer, budget: int, tau: float = 5.0, sink: int = 4, future: int = 512) -> Answers:
+    assert layer.values is not None and layer.mean is not None
+    first, answers = min(sink, budget // 4), []
+    for head in layer.heads:
+        keys, values = layer.keys[head][first:], layer.values[head][first:]
+        total = np.zeros(len(keys))
+        for mean in layer.mean[head]:
+            alike = [cosine(key, mean) for key in keys]
+            weights = [math.exp(tau * (each - max(alike))) for each in alike]
+            whole = np.eye(values.shape[1])
+            for weight, value in zip(weights, values, strict=True):
+                whole += weight * np.outer(value, value)
+            inverse = np.linalg.inv(whole)
+            for i, value in enumerate(values):
+                total[i] += weights[i] * float(value @ inverse @ value) / len(layer.mean[head])
+        score = [_level(math.log(max(float(each), 1e-30))) for each in total]
+        keep = [first + i for i in ranked(score)[: budget - first]]
+        answers.append(pruned(layer.n, [*range(first), *keep]))
+    return answers
+
+
 def _as_votes(score: list[float], votes: list[float]) -> list[float]:
     """From 0 to 1 and then to the mean of the votes."""
     low, high = min(score), max(score)
@@ -842,6 +933,10 @@ def qfilter(layer: Layer, budget: int) -> Answers:
 
 
 ORACLES: Mapping[str, Callable[..., Answers]] = {
+    "cam": cam,
+    "capkv": capkv,
+    "kvcompose": kvcompose,
+    "entropy_chunkkv": entropy_chunkkv,
     "chunkkv": chunkkv,
     "criticalkv": criticalkv,
     "compactor": compactor,

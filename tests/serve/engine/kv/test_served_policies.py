@@ -53,7 +53,7 @@ SELECT = [
 ALONE = ["tova:60+quest:0.2?page=4&skip=0"]  # its steps are made under `attach`
 HOST = ["specache:0.2?group=8", "slimfer:0.25?block=4", "sentencekv:0.3?ends=13_30_7_9"]
 HEADS = ["adakv:0.3", "knorm:0.4+adakv"]
-AGAIN = ["kvzip:0.4", "kvsquared:0.4", "kvzip:0.4+adakv"]
+AGAIN = ["kvzip:0.4", "kvsquared:0.4", "kvcompose:0.4?chunk=16", "kvzip:0.4+adakv"]
 THIN = ["think:0.5?residual=8"]
 OTHERS = ["", "snapkv:16", "sink:4+window:24", "quant:8?residual=8", "h2o:20", "retrieve:2"]
 

@@ -1,0 +1,56 @@
+"""CapKV: tokens that add most to what the output of attention can still express."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mmfast.core.errors import SpecError
+from mmfast.core.registry import policy
+from mmfast.core.tokens import Tokens
+from mmfast.ops.ranking import snap
+
+_TINY = 1e-30  # a value of no length
+
+
+@policy("capkv", paper="2604.25975", needs=("x", "values", "query_mean"), role="score")
+def capkv(
+    tokens: Tokens, budget: int, *, tau: float = 5.0, sink: int = 4, future: int = 512
+) -> Tensor:
+    """Keep the first tokens, and those whose values no other token's replace, weighted by queries.
+
+    CapKV (Rethinking KV Cache Eviction via a Unified Information-Theoretic Objective, 2026) keeps
+    what tells most of the output of attention. A token weighs as much as its key points the way of
+    the mean query to come, and scores by its weight times the leverage of its value among all
+    weighted values: a value that many others repeat can go, however much attention it gets.
+
+    Args:
+        tokens: Keys `x` and `values` `[..., H, N, d]`; `query_mean` `[..., H, G, d]`, the mean of
+            the queries to come of the query heads of a key head.
+        budget: Tokens to keep in every head; a share is of all tokens.
+        tau: Factor of the cosine of key and mean query, in the exponent of a weight; 0 weighs all
+            alike.
+        sink: First tokens that stay, at most a quarter of the budget; as many queries at the
+            beginning do not count.
+        future: Positions behind the prompt that the mean query is turned to.
+
+    Raises:
+        SpecError: A negative tau or sink, or no position.
+    """
+    if min(tau, sink) < 0 or future < 1:
+        raise SpecError(
+            f"knobs tau={tau}, sink={sink}, future={future} of 'capkv': choose 0 or more, and 1 or "
+            "more positions"
+        )
+    first = min(sink, budget // 4)
+    keys, values = (x.double()[..., None, first:, :] for x in (tokens.x, tokens.need("values")))
+    mean = F.normalize(tokens.need("query_mean").double(), dim=-1, eps=_TINY)
+    cosine = (F.normalize(keys, dim=-1, eps=_TINY) @ mean[..., None]).squeeze(-1)  # [..., H, G, N]
+    weight = (tau * (cosine - cosine.amax(-1, keepdim=True))).exp()
+    added = (values * weight[..., None]).transpose(-1, -2) @ values  # [..., H, G, d, d]
+    capacity = torch.eye(values.shape[-1], dtype=added.dtype, device=added.device) + added
+    rest = torch.linalg.solve(capacity, values.transpose(-1, -2).expand(*added.shape[:-1], -1))
+    leverage = (values.transpose(-1, -2) * rest).sum(-2)
+    score = snap((weight * leverage).mean(-2).clamp_min(_TINY).log())
+    return F.pad(score, (first, 0), value=torch.inf)
