@@ -125,7 +125,7 @@ def test_patches_of_packed_towers(family: str, kind: str) -> None:
 def test_frames_of_the_audio_encoder() -> None:
     this = build("qwen2_5_omni_thinker")
     inputs = prompt(this, "audio")
-    got, encoder = read(this, inputs, "audio"), this.model.model.audio_tower
+    got, encoder = read(this, inputs, "audio"), this.model.base_model.audio_tower
     layer = encoder.layers[-1]
     state = seen(this, layer, inputs, "audio")
     x = layer.self_attn_layer_norm(state["x"])
@@ -172,7 +172,7 @@ def test_patches_of_tiles(family: str, kind: str) -> None:
 def test_fold_names_the_token_that_a_patch_moves(family: str, kind: str) -> None:
     """With the tower's attention cut, a patch moves the features of its own token alone."""
     this = build(family)
-    inputs, base, adapter = prompt(this, kind), this.model.model, adapter_for(this.model)
+    inputs, base, adapter = prompt(this, kind), this.model.base_model, adapter_for(this.model)
     tower = adapter.tower_of(base, kind)
     for name, module in tower.module.named_modules():
         if name.endswith((".out_proj", ".attn.proj")):
