@@ -4,13 +4,14 @@ Run as a program it reads a job from standard input and writes what it found as 
 since vLLM wants an environment of its own:
 
     {"family", "folder", "specs": [spec or null], "cases": {name: [[text, images, videos], …]},
-     "options": {…of LLM}, "rounds", "fault", "interpreted"}
+     "options": {…of LLM}, "rounds", "answers", "fault", "interpreted"}
 
 An image is `[height, width, seed]`, a video `[frames, height, width, seed]`, and `{image}` and
 `{video}` in a text stand for them. The answer has for every spec and case, prompt by prompt, the
 tokens of both, their log-probabilities and the lengths of both prompts, or the error of either
-side. With `fault` the plugin forgets where the kept tokens were; `interpreted` takes vLLM's runner
-for GPUs. With `serve` in place of specs and cases, a server is asked.
+side. A prompt may be asked for several `answers`, and no cache is emptied between specs. With
+`fault` the plugin forgets where the kept tokens were; `interpreted` takes vLLM's runner for GPUs.
+With `serve` in place of specs and cases, a server is asked.
 """
 
 from __future__ import annotations
@@ -149,26 +150,21 @@ def request(text: str, images: Any, videos: Any) -> dict[str, Any]:
     return {"prompt": framed(text), "multi_modal_data": media}
 
 
-def served(engine: Any, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tokens of vLLM, all prompts at once."""
+def served(engine: Any, prompts: list[dict[str, Any]], n: int) -> list[list[dict[str, Any]]]:
+    """Tokens of vLLM, all prompts at once: n answers of each, of which the i-th are a list."""
     from vllm import SamplingParams
 
-    options = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0}
+    options = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0}
+    options |= {"temperature": 0} if n == 1 else {"n": n, "top_k": 1}  # the likeliest each time
     wish = SamplingParams(**options, allowed_token_ids=list(range(256)))
-    found = []
+    found: list[list[dict[str, Any]]] = [[] for _ in range(n)]
     for out in engine.generate(prompts, wish, use_tqdm=False):
-        tokens = list(out.outputs[0].token_ids)
-        steps = zip(out.outputs[0].logprobs, tokens, strict=True)
-        scores = [step[token].logprob for step, token in steps]
-        found.append({"length": len(out.prompt_token_ids), "tokens": tokens, "scores": scores})
+        for answers, one in zip(found, out.outputs, strict=True):
+            tokens = list(one.token_ids)
+            scores = [step[i].logprob for step, i in zip(one.logprobs, tokens, strict=True)]
+            length = len(out.prompt_token_ids)
+            answers.append({"length": length, "tokens": tokens, "scores": scores})
     return found
-
-
-def forget(engine: Any) -> None:
-    """Empty every cache: another spec follows."""
-    engine.reset_mm_cache()
-    engine.reset_prefix_cache()
-    engine.llm_engine.reset_encoder_cache()
 
 
 def line(error: BaseException) -> str:
@@ -259,6 +255,7 @@ def asked_over_http(made: Any, folder: Path, spec: str) -> dict[str, Any]:
         port = free.getsockname()[1]
     words = ["serve", "--engine", "vllm", "--model", str(folder), "--reduce", spec]
     words += ["--port", str(port), "--context", "1024", "--dtype", "float32", "--api-key", "secret"]
+    os.environ.setdefault("VLLM_CPU_CI_ENV", "1")  # traced, but not compiled in C++ for minutes
     server = subprocess.Popen([sys.executable, "-m", "mmfast", *words], stdout=sys.stderr)
 
     def ready() -> bool:
@@ -315,10 +312,9 @@ def run(job: dict[str, Any]) -> Any:
     for spec in job["specs"]:
         if spec:
             os.environ["MMFAST_VLLM_REDUCE"] = spec
-        forget(engine)
         mine = found.setdefault(str(spec), {})
-        for name, prompts in job["cases"].items():
-            media = [(text, pixels(images), pixels(videos)) for text, images, videos in prompts]
+        for name, case in job["cases"].items():
+            media = [(text, pixels(images), pixels(videos)) for text, images, videos in case]
             row: dict[str, Any] = {"attach": [], "vllm": []}
             try:
                 row["attach"] = [attached(made, spec, *each) for each in media]
@@ -326,7 +322,8 @@ def run(job: dict[str, Any]) -> Any:
                 row["attach_error"] = line(error)
             try:
                 for _ in range(job.get("rounds", 1)):
-                    row["vllm"].append(served(engine, [request(*each) for each in media]))
+                    prompts = [request(*each) for each in media]
+                    row["vllm"] += served(engine, prompts, job.get("answers", 1))
             except Exception as error:
                 traceback.print_exc()
                 row["vllm_error"] = line(error)
@@ -335,6 +332,5 @@ def run(job: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    asked = json.load(sys.stdin)
     output, sys.stdout = sys.stdout, sys.stderr
-    print(json.dumps(run(asked)), file=output)
+    print(json.dumps(run(json.load(sys.stdin))), file=output)
