@@ -10,6 +10,7 @@ prompt that is read, or on what the prefix cache already holds.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -319,6 +320,8 @@ def refuse(config: Any, plan: ReducerPlan) -> None:
         # vLLM gives an adapter its rows of the tower by the tokens that are kept.
         getattr(config.lora_config, "enable_tower_connector_lora", False)
         and "--enable-tower-connector-lora",
+        os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0"
+        and "VLLM_USE_RUST_FRONTEND, whose prompts have a place for every token",
         tower and parallel.tensor_parallel_size > 1 and "a split vision tower",
         tower and getattr(layers, "compile_mm_encoder", False) and "a compiled vision tower",
         tower and getattr(media, "enable_mm_embeds", False) and "--enable-mm-embeds",

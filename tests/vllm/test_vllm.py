@@ -145,7 +145,7 @@ def config(**changes: Any) -> Any:
     )
 
 
-def test_options_that_do_not_go_together() -> None:
+def test_options_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, tower = parse_plan("divprune:0.5"), parse_plan("visionzip:0.5")
     adapters = SimpleNamespace(enable_tower_connector_lora=False)
     refuse(config(lora=adapters), tower)
@@ -167,6 +167,9 @@ def test_options_that_do_not_go_together() -> None:
         with pytest.raises(ModelError, match=word) as caught:
             refuse(config(**changes), plan)
         assert "\n" not in str(caught.value)
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(ModelError, match="VLLM_USE_RUST_FRONTEND"):
+        refuse(config(), plain)
 
 
 @given(
