@@ -306,7 +306,7 @@ class Batches(PrunedMedia, Encoder):
 @pytest.mark.parametrize("kind", ["image", "video"])
 @pytest.mark.parametrize("encoded", [False, True])
 def test_a_tower_gets_no_more_than_its_memory_was_measured_for(kind: str, encoded: bool) -> None:
-    """vLLM fills a batch by kept tokens: a hundred images where it measured a few."""
+    """A batch of vLLM is filled by kept tokens: a hundred images where it measured a few."""
     os.environ[VARIABLE] = "divprune:1"
     grids = torch.tensor([[1, 4, 4], [2, 4, 4], [1, 2, 2], [1, 16, 16], [1, 4, 4]])
     tokens = (grids.prod(-1) // 4).tolist()  # 4, 8, 1, 64, 4
@@ -318,7 +318,7 @@ def test_a_tower_gets_no_more_than_its_memory_was_measured_for(kind: str, encode
     assert torch.equal(torch.cat(out), rows) and len(out) == 5
     found = [call[f"{kind}_grid_thw"].prod(-1).sum() // 4 for call in model.calls]
     assert found == [12, 1, 64, 4]
-    assert [call["timestamps"] for call in model.calls][0] == [[0.0], [1.0]]
+    assert model.calls[0]["timestamps"] == [[0.0], [1.0]]
 
 
 class Hashes:
@@ -405,6 +405,21 @@ def test_the_spec_reaches_vllm_and_an_older_one_does_not(monkeypatch: pytest.Mon
     assert seen[0][2]["VLLM_API_KEY"] == "secret" and "secret" not in seen[0][1]
     assert seen[0][2][VARIABLE] == "evs:0.5" and VARIABLE not in seen[1][2]
     assert seen[0][0] == sys.executable and "m" in seen[0][1]
+
+
+def test_an_open_port_is_told_of_as_with_the_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmfast.cli import app
+
+    def started(*_: Any) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.setattr("mmfast.vllm.launch.find_spec", lambda name: name)
+    monkeypatch.setattr(os, "execvpe", started)
+    words = ["serve", "--engine", "vllm", "--model", "m", "--host", "0.0.0.0"]
+    for more, told in (([], True), (["--api-key", "k"], False)):
+        result = CliRunner().invoke(app, [*words, *more])
+        assert result.exit_code == 0
+        assert ("may ask without a key" in result.stderr) == told
 
 
 def test_the_command_line_refuses_before_anything_is_loaded() -> None:
