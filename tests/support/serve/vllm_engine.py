@@ -229,6 +229,7 @@ def asked(made: Any, model: str, spec: str, port: int) -> dict[str, Any]:
     for kind, (what, part, fields) in parts().items():
         reply = ask(part, fields)
         pieces = [*ask(part, fields, stream=True, stream_options={"include_usage": True})]
+        streamed = [choice.model_dump() for each in pieces for choice in each.choices]
         media = ([what], []) if kind == "image" else ([], [what])
         mine = attached(made, spec, f"a {{{kind}}} b", *media)
         found[kind] = {
@@ -236,7 +237,7 @@ def asked(made: Any, model: str, spec: str, port: int) -> dict[str, Any]:
             "whole": mine["length"],
             "places": mine["places"],
             "tokens": reply.choices[0].token_ids,
-            "streamed": [i for each in pieces for c in each.choices for i in c.token_ids or ()],
+            "streamed": [i for each in streamed for i in each.get("token_ids") or ()],
             "prompt_tokens": [reply.usage.prompt_tokens, pieces[-1].usage.prompt_tokens],
         }
     far = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
