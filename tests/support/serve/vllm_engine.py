@@ -113,13 +113,15 @@ def framed(text: str) -> str:
     return text
 
 
-def attached(made: Any, spec: str | None, text: str, images: Any, videos: Any) -> dict[str, Any]:
+def attached(
+    made: Any, spec: str | None, text: str, images: Any, videos: Any, fps: float = 2.0
+) -> dict[str, Any]:
     """Tokens of transformers under `mmfast.attach`, one prompt alone."""
     from contextlib import nullcontext
 
     import mmfast
 
-    inputs = made.inputs([framed(text)], images=images, videos=videos)
+    inputs = made.inputs([framed(text)], images=images, videos=videos, fps=fps)
     with mmfast.attach(made.model, spec) if spec else nullcontext():
         out = made.model.generate(
             **inputs,
@@ -172,8 +174,8 @@ def line(error: BaseException) -> str:
     return traceback.format_exception_only(error)[-1].strip()
 
 
-def parts() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
-    """A picture and a clip as a client sends them: pixels, part of a message, further fields."""
+def parts() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """A picture and a clip as a client sends them: pixels, part of a message."""
     import base64
     import io
 
@@ -185,18 +187,14 @@ def parts() -> dict[str, tuple[Any, dict[str, Any], dict[str, Any]]]:
         Image.fromarray(frame).save(file, form)
         return file.getvalue()
 
-    picture, clip = pixels([[40, 56, 1], [8, 56, 72, 1]])
+    picture, clip = pixels([[40, 56, 1], [4, 56, 72, 1]])
     frames = [written(each, "JPEG") for each in clip]
     clip = np.stack([np.asarray(Image.open(io.BytesIO(each))) for each in frames])
     image = "data:image/png;base64," + base64.b64encode(written(picture, "PNG")).decode()
     video = "data:video/jpeg;base64," + ",".join(base64.b64encode(each).decode() for each in frames)
     return {
-        "image": (picture, {"type": "image_url", "image_url": {"url": image}}, {}),
-        "video": (
-            clip,
-            {"type": "video_url", "video_url": {"url": video}},
-            {"media_io_kwargs": {"video": {"fps": 2.0}}},
-        ),
+        "image": (picture, {"type": "image_url", "image_url": {"url": image}}),
+        "video": (clip, {"type": "video_url", "video_url": {"url": video}}),
     }
 
 
@@ -204,7 +202,7 @@ def asked(made: Any, model: str, spec: str, port: int) -> dict[str, Any]:
     """Ask a server about a picture and a clip with OpenAI's client, streamed and not."""
     import openai
 
-    def ask(part: dict[str, Any], fields: dict[str, Any], key: str = "secret", **more: Any) -> Any:
+    def ask(part: dict[str, Any], key: str = "secret", **more: Any) -> Any:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0)
         content = [{"type": "text", "text": "a "}, part, {"type": "text", "text": " b"}]
         ours = {"ignore_eos": True, "return_token_ids": True, "allowed_token_ids": [*range(256)]}
@@ -214,7 +212,7 @@ def asked(made: Any, model: str, spec: str, port: int) -> dict[str, Any]:
             temperature=0,
             max_tokens=TOKENS,
             timeout=300,
-            extra_body=ours | fields,
+            extra_body=ours,
             **more,
         )
 
@@ -226,12 +224,12 @@ def asked(made: Any, model: str, spec: str, port: int) -> dict[str, Any]:
         return 200
 
     found: dict[str, Any] = {}
-    for kind, (what, part, fields) in parts().items():
-        reply = ask(part, fields)
-        pieces = [*ask(part, fields, stream=True, stream_options={"include_usage": True})]
+    for kind, (what, part) in parts().items():
+        reply = ask(part)
+        pieces = [*ask(part, stream=True, stream_options={"include_usage": True})]
         streamed = [choice.model_dump() for each in pieces for choice in each.choices]
         media = ([what], []) if kind == "image" else ([], [what])
-        mine = attached(made, spec, f"a {{{kind}}} b", *media)
+        mine = attached(made, spec, f"a {{{kind}}} b", *media, fps=1.0)  # vLLM's guess for frames
         found[kind] = {
             "attach": mine["tokens"],
             "whole": mine["length"],
@@ -241,7 +239,7 @@ def asked(made: Any, model: str, spec: str, port: int) -> dict[str, Any]:
             "prompt_tokens": [reply.usage.prompt_tokens, pieces[-1].usage.prompt_tokens],
         }
     far = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
-    return found | {"without_key": refused(part, {}, key="wrong"), "remote": refused(far, {})}
+    return found | {"without_key": refused(part, key="wrong"), "remote": refused(far)}
 
 
 def asked_over_http(made: Any, folder: Path, spec: str) -> dict[str, Any]:
