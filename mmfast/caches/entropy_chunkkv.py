@@ -74,4 +74,5 @@ def _from_chunks(score: Tensor, budget: int, size: int, few: int) -> Tensor:
 
 def _median(x: Tensor) -> Tensor:
     """The lower median `[..., 1]`."""
-    return x.median(-1, keepdim=True).values
+    found: Tensor = x.median(-1, keepdim=True).values
+    return found

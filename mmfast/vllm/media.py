@@ -9,6 +9,8 @@ prompt that is read, or on what the prefix cache already holds.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -61,6 +63,13 @@ class PrunedPrompt:
 
     info: Any  # vLLM's ProcessingInfo
 
+    def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
+        """Name results by the spec as well, for stores that servers of other specs share."""
+        parent: Any = super()
+        mark = hashlib.sha256(str(read_plan()).encode()).hexdigest()[:16]
+        found = parent._get_mm_hashes(inputs)
+        return {kind: [f"{each}-{mark}" for each in hashes] for kind, hashes in found.items()}
+
     def _get_prompt_updates(
         self, mm_items: Any, hf_processor_mm_kwargs: Mapping[str, Any], out_mm_kwargs: Any
     ) -> Sequence[Any]:
@@ -106,9 +115,7 @@ class PrunedMedia:
     config: Any
     visual: Any
     _shift: Tensor  # [3, n]: distances of the tokens of this step from their items' first
-    # One video at a time, as with vLLM's own pruning: its scheduler fills a batch by the tokens
-    # that are kept, so the tower would get more at once than the memory was measured for.
-    requires_sequential_video_encoding = True
+    _most: int  # tokens that vLLM measured the tower's memory for
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         refuse(vllm_config, read_plan())
@@ -120,15 +127,38 @@ class PrunedMedia:
             super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
         finally:
             media.video_pruning_rate = None
-        most = vllm_config.scheduler_config.max_num_batched_tokens
-        self._shift = torch.zeros(3, most, dtype=torch.int64)
+        limits = vllm_config.scheduler_config
+        self._most = limits.max_num_encoder_input_tokens
+        self._shift = torch.zeros(3, limits.max_num_batched_tokens, dtype=torch.int64)
         self._signals: dict[SignalSource, list[Tensor]] = {}
 
     def embed_multimodal(self, **kwargs: Any) -> Any:
         """Encode and reduce; the signals of the tower are read on the way."""
         parent: Any = super()
-        with self._reading(read_plan().needs):
-            return parent.embed_multimodal(**kwargs)
+        out: list[Tensor] = []
+        for part in self._portions(kwargs):
+            with self._reading(read_plan().needs):
+                out += parent.embed_multimodal(**part)
+        return tuple(out)
+
+    def _portions(self, given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Cut a batch of items into what the tower may get at once, one item at least.
+
+        vLLM's scheduler fills it by the tokens that are kept.
+        """
+        (grids,) = (value for name, value in given.items() if name.endswith("_grid_thw"))
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), grids.prod(-1).cumsum(0)])  # patches
+        share = self.config.vision_config.spatial_merge_size**2
+        start = 0
+        while start < len(grids):
+            fit = int((ends[start + 1 :] - ends[start] <= self._most * share).sum())
+            stop = start + max(fit, 1)
+            patches = slice(int(ends[start]), int(ends[stop]))
+            tokens = slice(patches.start // share, patches.stop // share)
+            rows = {"pixel_values": patches, "pixel_values_videos": patches}
+            rows |= {"image_embeds": tokens, "video_embeds": tokens}
+            yield {k: value[rows.get(k, slice(start, stop))] for k, value in given.items()}
+            start = stop
 
     def _postprocess_image_embeds_evs(self, embeds: Any, inputs: Any) -> tuple[Tensor, ...]:
         return self._reduced("image", embeds, inputs)
@@ -287,6 +317,11 @@ def refuse(config: Any, plan: ReducerPlan) -> None:
         config.speculative_config is not None and "--speculative-config",
         # Halves of a batch run apart, and each would read the distances of the first.
         getattr(parallel, "use_ubatching", False) and "--enable-dbo or --ubatch-size",
+        # vLLM gives an adapter its rows of the tower by the tokens that are kept.
+        getattr(config.lora_config, "enable_tower_connector_lora", False)
+        and "--enable-tower-connector-lora",
+        os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0"
+        and "VLLM_USE_RUST_FRONTEND, whose prompts have a place for every token",
         tower and parallel.tensor_parallel_size > 1 and "a split vision tower",
         tower and getattr(layers, "compile_mm_encoder", False) and "a compiled vision tower",
         tower and getattr(media, "enable_mm_embeds", False) and "--enable-mm-embeds",

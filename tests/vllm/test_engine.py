@@ -127,13 +127,21 @@ def test_every_reducer_gives_the_tokens_of_attach(folder: Path, family: str) -> 
         {"max_num_batched_tokens": 72, "max_num_seqs": 4},  # clips are read in parts
         {"num_gpu_blocks_override": 6, "max_model_len": 640},  # requests lose their memory
         {"enforce_eager": False},
+        {"enable_prefix_caching": False, "mm_processor_cache_gb": 0},
     ],
-    ids=["chunks", "little memory", "compiled"],
+    ids=["chunks", "little memory", "compiled", "no caches"],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hard_schedules(folder: Path, family: str, options: Any) -> None:
     found = engine(folder, family, ["visionzip:0.5"], cases=HARD, options=options, rounds=3)
     assert differences(found) == []
+
+
+def test_several_answers_to_a_prompt(folder: Path) -> None:
+    cases = {name: HARD[name] for name in ("mixed", "the same clip")}
+    found = engine(folder, "qwen3_vl", ["visionzip:0.5"], cases=cases, answers=2)
+    assert differences(found) == []
+    assert all(len(row["vllm"]) == 2 for row in found["visionzip:0.5"].values())
 
 
 def test_the_runner_of_gpus(folder: Path) -> None:

@@ -26,7 +26,7 @@ from mmfast.models.reduction.tower_signals import TOWER_SIGNALS
 from mmfast.serve.config import ServerConfig
 from mmfast.vllm import KNOWN, MODELS, VARIABLE, install, register
 from mmfast.vllm.launch import command, launch
-from mmfast.vllm.media import BASE, digits, number, refuse, shorten
+from mmfast.vllm.media import BASE, PrunedMedia, PrunedPrompt, digits, number, refuse, shorten
 from mmfast.vllm.plan import choices, parse_plan, read_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,18 +141,25 @@ def config(**changes: Any) -> Any:
         ),
         speculative_config=plain["draft"],
         compilation_config=SimpleNamespace(compile_mm_encoder=plain.get("compiled", False)),
+        lora_config=plain.get("lora"),
     )
 
 
-def test_options_that_do_not_go_together() -> None:
+def test_options_that_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, tower = parse_plan("divprune:0.5"), parse_plan("visionzip:0.5")
-    refuse(config(), tower)
+    adapters = SimpleNamespace(enable_tower_connector_lora=False)
+    refuse(config(lora=adapters), tower)
     refuse(config(tensor=2, compiled=True, embeds=True), plain)
     for plan, changes, word in (
         (plain, {"rate": 0.75}, "--video-pruning-rate"),
         (plain, {"pipeline": 2}, "--pipeline-parallel-size"),
         (plain, {"draft": object()}, "--speculative-config"),
         (plain, {"halves": True}, "--enable-dbo"),
+        (
+            plain,
+            {"lora": SimpleNamespace(enable_tower_connector_lora=True)},
+            "--enable-tower-connector-lora",
+        ),
         (tower, {"tensor": 2}, "split vision tower"),
         (tower, {"compiled": True}, "compiled vision tower"),
         (tower, {"embeds": True}, "--enable-mm-embeds"),
@@ -160,6 +167,9 @@ def test_options_that_do_not_go_together() -> None:
         with pytest.raises(ModelError, match=word) as caught:
             refuse(config(**changes), plan)
         assert "\n" not in str(caught.value)
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    with pytest.raises(ModelError, match="VLLM_USE_RUST_FRONTEND"):
+        refuse(config(), plain)
 
 
 @given(
@@ -271,6 +281,64 @@ def test_a_step_without_embeddings_adds_no_distances_again() -> None:
     assert positions.tolist() == [[0, 7, 7]] * 3
 
 
+class Encoder:
+    """The parent of the plugin's model: rows of the first channel, and the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def embed_multimodal(self, **given: Any) -> tuple[torch.Tensor, ...]:
+        self.calls.append(given)
+        grids = next(value for name, value in given.items() if "grid" in name)
+        rows = next(value for name, value in given.items() if "pixel" in name or "embeds" in name)
+        return rows.split([len(rows) * int(n) // int(grids.prod(-1).sum()) for n in grids.prod(-1)])
+
+
+class Batches(PrunedMedia, Encoder):
+    """The plugin's model without weights, for whose tower 12 tokens at once are measured."""
+
+    def __init__(self) -> None:
+        Encoder.__init__(self)
+        self._most, self.visual = 12, SimpleNamespace(blocks=[])
+        self.config = SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2))
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+@pytest.mark.parametrize("encoded", [False, True])
+def test_a_tower_gets_no_more_than_its_memory_was_measured_for(kind: str, encoded: bool) -> None:
+    """A batch of vLLM is filled by kept tokens: a hundred images where it measured a few."""
+    os.environ[VARIABLE] = "divprune:1"
+    grids = torch.tensor([[1, 4, 4], [2, 4, 4], [1, 2, 2], [1, 16, 16], [1, 4, 4]])
+    tokens = (grids.prod(-1) // 4).tolist()  # 4, 8, 1, 64, 4
+    name = f"{kind}_embeds" if encoded else "pixel_values" + "_videos" * (kind == "video")
+    rows = torch.arange(sum(tokens) * (1 if encoded else 4))[:, None]
+    given = {name: rows, f"{kind}_grid_thw": grids, "timestamps": [[0.0], [1.0], [2.0], [3.0], []]}
+    model = Batches()
+    out = model.embed_multimodal(**given)
+    assert torch.equal(torch.cat(out), rows) and len(out) == 5
+    found = [call[f"{kind}_grid_thw"].prod(-1).sum() // 4 for call in model.calls]
+    assert found == [12, 1, 64, 4]
+    assert model.calls[0]["timestamps"] == [[0.0], [1.0]]
+
+
+class Hashes:
+    """The parent of the plugin's processor."""
+
+    def _get_mm_hashes(self, inputs: Any) -> dict[str, list[str]]:
+        return {"image": ["a", "b"], "video": []}
+
+
+def test_results_of_another_spec_have_another_name() -> None:
+    """Else a store of results, or a client's `uuid`, gave one spec's tokens to the other."""
+    prompt: Any = type("Prompt", (PrunedPrompt, Hashes), {})()
+    found = {}
+    for spec in ("divprune:0.25", "divprune:0.5", "evs:0.25", "divprune:0.25"):
+        os.environ[VARIABLE] = spec
+        names = prompt._get_mm_hashes(None)
+        assert found.setdefault(spec, names) == names and names["video"] == []
+    assert len({name for names in found.values() for name in names["image"]}) == 6
+
+
 def test_a_wrong_spec_ends_the_server_in_one_line(registry: Registry) -> None:
     os.environ[VARIABLE] = "cdpruner:0.25"
     with pytest.raises(SystemExit, match=r"^mmfast: 'cdpruner' looks at the question.*choices"):
@@ -283,7 +351,7 @@ def test_the_command_of_the_server() -> None:
         engine="vllm", model="m", reduce="evs:0.5", port=9, api_keys=("a", "b"), context=512
     )
     words = command(server)
-    assert words[3:5] == ["--model", "m"]
+    assert words[1:5] == ["-m", "mmfast.vllm", "serve", "m"]
     pairs = dict(pairwise(words[5:]))
     assert pairs["--port"] == "9" and pairs["--max-model-len"] == "512"
     assert words[words.index("--api-key") :][:3] == ["--api-key", "a", "b"]
@@ -336,7 +404,22 @@ def test_the_spec_reaches_vllm_and_an_older_one_does_not(monkeypatch: pytest.Mon
     launch(ServerConfig(engine="vllm", model="m"))
     assert seen[0][2]["VLLM_API_KEY"] == "secret" and "secret" not in seen[0][1]
     assert seen[0][2][VARIABLE] == "evs:0.5" and VARIABLE not in seen[1][2]
-    assert seen[0][0] == sys.executable and "--model" in seen[0][1]
+    assert seen[0][0] == sys.executable and "m" in seen[0][1]
+
+
+def test_an_open_port_is_told_of_as_with_the_other_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmfast.cli import app
+
+    def started(*_: Any) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.setattr("mmfast.vllm.launch.find_spec", lambda name: name)
+    monkeypatch.setattr(os, "execvpe", started)
+    words = ["serve", "--engine", "vllm", "--model", "m", "--host", "0.0.0.0"]
+    for more, told in (([], True), (["--api-key", "k"], False)):
+        result = CliRunner().invoke(app, [*words, *more])
+        assert result.exit_code == 0
+        assert ("may ask without a key" in result.stderr) == told
 
 
 def test_the_command_line_refuses_before_anything_is_loaded() -> None:

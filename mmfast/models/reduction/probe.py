@@ -204,7 +204,8 @@ def head_peak(
     for weights, _ in _row_chunks(query, key, 0, places, None, scaling, True):
         peak = peak.maximum(weights.amax(1))
     shared = peak.unflatten(0, (key.shape[1], -1))
-    return shared.mean(1) if mean else shared.amax(1)
+    found: Tensor = shared.mean(1) if mean else shared.amax(1)
+    return found
 
 
 def _shown(bias: Tensor) -> Tensor:

@@ -33,9 +33,9 @@ def names_there(table: Table | None, frame: int | None = None) -> Tensor:
     """Which names things have, in a frame or any, 1 or 0, nan = unknown: `[NAMES]`."""
     if table is None:
         return torch.full((NAMES,), float("nan"))
-    alive = table.alive.any(1) if frame is None else table.alive[:, frame]
+    alive = table.alive if frame is None else table.alive[:, frame : frame + 1]
     found = torch.zeros(NAMES)
-    numbers = [name_number(table, i) for i in range(table.count) if alive[i]]
+    numbers = [name_number(table, i) for i in range(table.count) if alive[i].any()]
     found[numbers] = 1.0
     return found
 
@@ -48,7 +48,9 @@ def name_number(table: Table, thing: int) -> int:
 def thing_numbers(table: Table | None, frame: int | None = None) -> Tensor:
     """Numbers that the names of things should tell, nan = unknown: `[1 + THINGS, FACTS]`."""
     found = np.full((1 + THINGS, FACTS), np.nan, np.float32)
-    for i in range(0 if table is None else table.count):
+    if table is None:
+        return torch.from_numpy(found)
+    for i in range(table.count):
         if frame is not None:
             if table.alive[i, frame]:
                 found[1 + i, :4] = np.tile(table.place[i, frame] / SIDE, 2)

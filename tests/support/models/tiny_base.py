@@ -194,6 +194,7 @@ class Tiny:
                 counts = [prompt.count("{image}") for prompt in prompts]
                 media["images"] = [[next(left) for _ in range(n)] for n in counts]
         if len(videos):
+            fps = options.get("fps", 2.0)
             media["videos"] = list(videos)
             if type(self.processor).__name__ == "SmolVLMProcessor":  # counts by prompt before 5.23
                 left = iter(videos)
@@ -202,8 +203,8 @@ class Tiny:
             media["video_metadata"] = [
                 VideoMetadata(
                     total_num_frames=len(v),
-                    fps=2.0,
-                    duration=len(v) / 2,
+                    fps=fps,
+                    duration=len(v) / fps,
                     frames_indices=list(range(len(v))),
                 )
                 for v in videos
