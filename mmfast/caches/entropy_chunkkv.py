@@ -69,7 +69,8 @@ def _from_chunks(score: Tensor, budget: int, size: int, few: int) -> Tensor:
     room = (budget - (sorted_quota.cumsum(-1) - sorted_quota)).clamp_min(0)
     taken = torch.zeros_like(quota).scatter(-1, order, torch.minimum(sorted_quota, room))
     ranks = rows.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
-    return (ranks < taken[..., None]).flatten(-2)[..., :n]
+    kept: Tensor = (ranks < taken[..., None]).flatten(-2)[..., :n]
+    return kept
 
 
 def _median(x: Tensor) -> Tensor:
