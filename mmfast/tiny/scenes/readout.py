@@ -30,7 +30,7 @@ SPARSE = 0.2  # of the names that are there and those that are not, summed
 
 
 def names_there(table: Table | None, frame: int | None = None) -> Tensor:
-    """Which names things have, in a frame or any, 1 or 0, nan = unknown: `[NAMES]`."""
+    """Names that things have, in a frame or any: 1, others 0, nan = unknown. `[NAMES]`."""
     if table is None:
         return torch.full((NAMES,), float("nan"))
     alive = table.alive if frame is None else table.alive[:, frame : frame + 1]
