@@ -31,7 +31,7 @@ def _words(item: SceneItem) -> set[str]:
 
 
 def _names(table: Table, frame: int) -> set[str]:
-    """What the things of a frame go by: name, shape and colour."""
+    """Words that the things of a frame go by: names, shapes and colours."""
     alive = [i for i in range(table.count) if table.alive[i, frame]]
     found = {word for i in alive for word in (table.name(i), *table.looks[i])}
     return found | ({NUMBER} if table.shown[frame] else set())
