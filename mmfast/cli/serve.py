@@ -41,14 +41,10 @@ def serve(
     if as_json:
         raise MmfastError("--json prints what --dry-run would serve; give both, or neither")
     quiet()
-    from mmfast.serve.guard.caller import loopback
-
-    if not (resolved.api_keys or loopback(resolved.host)):
-        _say("warning: everyone who reaches this port may ask without a key; give --api-key")
     if resolved.engine == "vllm":
         from mmfast.vllm.launch import launch
 
-        launch(resolved)
+        launch(resolved, lambda: _warn_if_open(resolved))
     if resolved.engine == "ray":
         from mmfast.serve.ray.cluster import imported
 
@@ -66,6 +62,7 @@ def serve(
     listening = bind(resolved.host, resolved.port)
     set_up(resolved)
     url = url_of(listening)
+    _warn_if_open(resolved)
     _say(f"listening on {url} · loading the model …")
     run(resolved, listening, lambda: _say(_welcome(url, resolved)))
     _say("stopped")
@@ -105,6 +102,13 @@ def _check_auto(config: ServerConfig) -> None:
     from mmfast.planner.target import Target, automatic
 
     automatic(config.reduce, Target(), config.cache)
+
+
+def _warn_if_open(config: ServerConfig) -> None:
+    from mmfast.serve.guard.caller import loopback
+
+    if not (config.api_keys or loopback(config.host)):
+        _say("warning: everyone who reaches this port may ask without a key; give --api-key")
 
 
 def _check_specs(config: ServerConfig) -> None:

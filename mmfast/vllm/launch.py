@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from importlib.resources import files
 from importlib.util import find_spec
@@ -93,8 +94,8 @@ def _check(model: str, spec: str) -> None:
             )
 
 
-def launch(config: ServerConfig) -> NoReturn:
-    """Put vLLM's server in the place of this process."""
+def launch(config: ServerConfig, last: Callable[[], None] = lambda: None) -> NoReturn:
+    """Put vLLM's server in the place of this process, whose `last` act is called before."""
     arguments = command(config)
     if find_spec("vllm") is None:
         raise MmfastError(
@@ -105,4 +106,5 @@ def launch(config: ServerConfig) -> NoReturn:
         environ[VARIABLE] = config.reduce
     if len(config.api_keys) == 1:
         environ["VLLM_API_KEY"] = config.api_keys[0]
+    last()
     os.execvpe(arguments[0], arguments, environ)
