@@ -454,6 +454,6 @@ def _caption(number: int, count: int, line: str) -> str:
 
 def about_method(name: str) -> str:
     method = next(each for each in offered() if each.name == name)
-    paper = views.link(method.paper) or "a baseline, no paper"
+    paper = views.link(method) or "a baseline, no paper"
     needs = ", ".join(method.needs)
     return f'<p class="mm-soft">{escape(method.summary)} Reads: {escape(needs)}. {paper}</p>'

@@ -191,7 +191,7 @@ def _row(
         for share in shares
     )
     method = known.get(name.partition("@")[0])
-    paper = "" if method is None else views.link(method.paper) or "baseline"
+    paper = "" if method is None else views.link(method) or "baseline"
     what = "" if method is None else escape(method.summary)
     return (
         f"<tr><th scope=row><code>{escape(name)}</code></th>{cells}<td class=mm-number>{paper}</td>"

@@ -40,11 +40,13 @@ def uri(picture: Any) -> str:
     return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def link(paper: str) -> str:
-    if not paper:
+def link(method: Any) -> str:
+    """A link to the paper of one of `mmfast.methods`; empty for a baseline."""
+    if not method.paper:
         return ""
-    where = f"https://arxiv.org/abs/{escape(paper)}"
-    return f'<a href="{where}" target="_blank" rel="noopener noreferrer">arXiv {escape(paper)}</a>'
+    archive, where = (escape(part) for part in method.archive)
+    text = f"{archive} {escape(method.paper)}"
+    return f'<a href="{where}" target="_blank" rel="noopener noreferrer">{text}</a>'
 
 
 def table(heads: Sequence[str], rows: str, label: str, kind: str = "") -> str:

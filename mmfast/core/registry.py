@@ -117,6 +117,15 @@ class Method:
         return {**row, "needs": list(self.needs)}
 
     @property
+    def archive(self) -> tuple[str, str]:
+        """Archive that has its paper, and the address there; both empty for a baseline."""
+        if not self.paper:
+            return "", ""
+        if "." in self.paper:
+            return "arXiv", f"https://arxiv.org/abs/{self.paper}"
+        return "OpenReview", f"https://openreview.net/forum?id={self.paper}"
+
+    @property
     def learned(self) -> bool:
         """A compressor: it needs weights, and a whole-number budget counts tokens of a frame."""
         return self.kind == "compressor"

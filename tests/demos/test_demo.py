@@ -351,6 +351,14 @@ def test_the_table_links_every_paper() -> None:
     assert 'rel="noopener noreferrer"' in table
 
 
+def test_papers_are_linked_where_they_are() -> None:
+    known = {method.name: method for method in mmfast.methods()}
+    assert views.link(known["pool"]) == ""
+    assert ">arXiv 2503.02175</a>" in views.link(known["divprune"])
+    found = views.link(known["cam"])
+    assert 'href="https://openreview.net/forum?id=LCTmppB165"' in found and ">OpenReview" in found
+
+
 def test_other_questions_keep_the_methods_that_were_measured() -> None:
     update, picture, _ = compare.choose("pages", ["dtd", "divprune"])
     assert update["value"] == ["divprune"]

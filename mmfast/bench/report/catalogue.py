@@ -23,8 +23,7 @@ SYSTEMS = ROOT / "assets" / "systems.json"
 
 def paper(method: Method) -> str:
     """A link to the paper of a method, on arXiv or OpenReview."""
-    home = "https://arxiv.org/abs/" if "." in method.paper else "https://openreview.net/forum?id="
-    return f"[{method.paper}]({home}{method.paper})" if method.paper else "baseline"
+    return f"[{method.paper}]({method.archive[1]})" if method.paper else "baseline"
 
 
 def sites(method: Method) -> str:

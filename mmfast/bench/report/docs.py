@@ -146,8 +146,7 @@ def _origin(method: Method, known: Mapping[str, Any]) -> str:
     name = known.get("title", "")
     if not method.paper:
         return name or "A baseline of this project, without a paper."
-    home = "arXiv" if "." in method.paper else "OpenReview"
-    return f"{name + ', ' if name else ''}{home} {paper(method)}."
+    return f"{name + ', ' if name else ''}{method.archive[0]} {paper(method)}."
 
 
 def _properties(method: Method) -> list[tuple[str, str]]:

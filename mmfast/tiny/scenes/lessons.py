@@ -28,7 +28,7 @@ from mmfast.tiny.video.scene import COLOURS, IGNORE, SAMPLED, SHAPES, Table
 
 KINDS = (*CLIP_KINDS, OUTSIDE, ABSENT, *LOOSE)
 LONG = ("where", "describe")  # scored in training by tokens
-WHOLE = ("count", "describe")  # asks for everything that is there
+TOTALS = ("count", "describe")  # ask for everything that is there
 LEAST = 0.4  # weight of a kind that is always right
 WORLDLY = 0.35  # share of the questions from outside that are worded as those of the world
 DAILY = 0.5  # share of those of everyday life
@@ -95,9 +95,12 @@ class SceneDrawer:
             page = ask.media[at : at + ask.album]
             back = not ask.still and bool(self.rng.random() < 0.5)
             clip, frame = self.frames[page[0]] if ask.still else (page[0], None)
-            items = self._clip(clip, back) if frame is None else self._picture(clip, frame)
             if ask.album > 1:
                 items = self._album(page)
+            elif frame is None:
+                items = self._clip(clip, back)
+            else:
+                items = self._picture(clip, frame)
             row, names = self._row(items, ask, clip >= len(self.views))
             lone = clip < len(self.views) and ask.album == 1
             table = self.tables[clip] if lone else None
@@ -116,7 +119,7 @@ class SceneDrawer:
         if table is None:
             return {}
         text, found = [*pair[0], ASSISTANT, *pair[1]], dict[int, int]()
-        if kind in WHOLE:
+        if kind in TOTALS:
             found[len(pair[0])] = ALL
         things = {name_number(table, i): i + 1 for i in range(table.count)}
         for place in range(1, len(text)):
