@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import reprlib
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mmfast.caches.plan import CachePlan, call_plan
 from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.locks import WholeLock
 from mmfast.core.spec import AUTO, Spec, is_auto, parse, self_check
 from mmfast.core.trace import Trace
 from mmfast.decoding.speculation import DecodePlan, plan_decode
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mmfast.models.decoder.draft_stage import DraftSource
 
 PLANNER = "mmfast.planner.auto"  # a layer above, imported on first use
-_LOCK = threading.Lock()
+_LOCK = WholeLock()
 _TURNS: weakref.WeakKeyDictionary[Any, AbstractContextManager[Any]] = weakref.WeakKeyDictionary()
 Stage = AbstractContextManager[None]
 # Of the base model while something is attached: the handle, and everything to be undone.
@@ -337,7 +337,7 @@ def turn_of(model: Any) -> AbstractContextManager[Any]:
     from mmfast.models.wrappers import base_of
 
     with _LOCK:
-        return _TURNS.setdefault(base_of(model), threading.RLock())
+        return _TURNS.setdefault(base_of(model), WholeLock())
 
 
 def handle_of(model: Any) -> Handle | None:

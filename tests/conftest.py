@@ -91,6 +91,27 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         raise pytest.UsageError(f"{item.nodeid} is slow, and its file does not say `slow`")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Failures(config.pluginmanager))
+
+
+class _Failures:
+    """Failed tests are named when they fail: a run that is cut off prints no summary."""
+
+    def __init__(self, plugins: pytest.PytestPluginManager) -> None:
+        self._plugins = plugins
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal: Any = self._plugins.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write_line(f"\n{report.nodeid} failed: {_reason(report)}")
+
+
+def _reason(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(crash.message if crash else report.longrepr).strip().partition("\n")[0]
+
+
 def _older(*release: int) -> bool:
     found = sys.modules.get("transformers")
     return bool(found) and tuple(map(int, found.__version__.split(".")[:2])) < release

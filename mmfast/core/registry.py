@@ -7,7 +7,6 @@ import importlib
 import inspect
 import pkgutil
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmfast.core.errors import SpecError, unknown
+from mmfast.core.locks import WholeLock
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -190,7 +190,7 @@ Methods = dict[tuple[str, str], Method]  # by kind and name
 _METHODS: Methods = {}
 _LOADED: set[str] = set()
 _LOADING: set[str] = set()
-_LOCK = threading.RLock()  # a thread that asks while another one loads waits for all names
+_LOCK = WholeLock()  # a thread that asks while another one loads waits for all names
 
 
 def register(

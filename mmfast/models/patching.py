@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +13,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from mmfast.core.locks import WholeLock
+
 Undo = Callable[[], None]
-_LOCK = threading.RLock()
+_LOCK = WholeLock()
 _MISSING = object()
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MediaError, MmfastError
+from mmfast.core.locks import WholeLock
 from mmfast.core.trace import Trace, free_bytes
 from mmfast.decoding.speculation import DecodePlan
 from mmfast.frontends.changes import FrameGate
@@ -53,7 +54,7 @@ class WeightChecksum:
         self._model = model
         self._seen: list[tuple[weakref.ref[Tensor], int]] = []
         self._value = ""
-        self._lock = threading.Lock()
+        self._lock = WholeLock()
 
     def value(self) -> str:
         """Return names, types, shapes and contents of all weights as 16 hexadecimal digits."""

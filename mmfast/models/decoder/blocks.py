@@ -7,7 +7,6 @@ does what a Llama-like layer does in half as many, on weights joined once.
 from __future__ import annotations
 
 import inspect
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mmfast.core.locks import WholeLock
 from mmfast.models.cache_name import CACHE
 from mmfast.models.reduction.cache_layers import StoreLayer
 from mmfast.ops.stream_cache import RowBuffer, TokenPlaces
@@ -298,7 +298,7 @@ class WideProduct:
         fits = weight.dtype == torch.float32 and weight.device.type == "cpu"
         self._few = _FEW if fits else 0
         self._packed: Any = None  # once it is asked for
-        self._turn = threading.Lock()  # a packed weight holds the input that it is run on
+        self._turn = WholeLock()  # a packed weight holds the input that it is run on
 
     def sort(self, order: Tensor) -> None:
         """Put the first columns into another order."""

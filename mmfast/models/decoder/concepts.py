@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch.nn.functional import linear, smooth_l1_loss
 from mmfast.compressors.base import placed, training
 from mmfast.compressors.compllm import CompLLM, owners
 from mmfast.core.errors import ModelError
+from mmfast.core.locks import WholeLock
 from mmfast.models.wrappers import decoder_of, layers_of
 
 TOKENS = 2048  # of segments that are read side by side
@@ -137,7 +137,7 @@ class SegmentStore:
     def __init__(self, limit: int) -> None:
         self.limit, self.bytes = limit, 0
         self._known: OrderedDict[Hashable, Tensor] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = WholeLock()
 
     def __len__(self) -> int:
         return len(self._known)

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
+from mmfast.core.locks import WholeLock
 from mmfast.models.cache_name import cache_of, layered_cache_of
 from mmfast.models.patching import override, stand_before
 from mmfast.models.reduction.cache_layers import is_short
@@ -180,7 +181,7 @@ class Arming:
 
     def __init__(self, hooks: Callable[[], AbstractContextManager[Any]]) -> None:
         self._hooks = hooks
-        self._lock = threading.Lock()
+        self._lock = WholeLock()
         self._held: AbstractContextManager[Any] | None = None
         self._running = 0  # calls of all threads
         self._pinned = False

@@ -24,6 +24,7 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
+from mmfast.core.locks import WholeLock
 from mmfast.models.cache_name import CACHE, cache_of
 from mmfast.models.patching import override
 from mmfast.models.reduction.cache_layers import layer_of_model_mask, padding_mask
@@ -138,7 +139,7 @@ class Offsets:
         self._base = base
         self._known: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
         self._local = _RopeState()
-        self._lock = threading.Lock()
+        self._lock = WholeLock()
 
     @contextmanager
     def installed(self) -> Iterator[None]:

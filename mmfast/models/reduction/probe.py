@@ -14,7 +14,6 @@ rules, are plain torch.
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import AttentionInterface
 
 from mmfast.core.errors import ModelError
+from mmfast.core.locks import WholeLock
 from mmfast.ops.attention import attend
 from mmfast.ops.attention_column_sums import attention_column_sums
 
@@ -376,7 +376,7 @@ Around = Callable[..., tuple[Tensor, Tensor | None]]
 Change = Callable[[int, nn.Module, Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]]
 
 _GATE, _CORE = "_mmfast_gate", "_mmfast_core"
-_LOCK = threading.RLock()
+_LOCK = WholeLock()
 _restore: list[Callable[[], None]] = []
 _active = 0
 

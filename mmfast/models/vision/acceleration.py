@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from transformers.modeling_utils import AttentionInterface
 
 from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.locks import WholeLock
 from mmfast.models.families.adapter import tower_of
 from mmfast.models.families.tower import SEGMENTS, Tower, attention_of, grid_tables
 from mmfast.models.patching import override
@@ -143,7 +144,7 @@ class TowerGraphs:
         self._record = record
         # A graph reads its inputs where they lie, so they are kept with it.
         self._known: OrderedDict[Any, tuple[Tensor, Any, Run, Any]] = OrderedDict()
-        self._lock = threading.Lock()  # a graph has one set of buffers
+        self._lock = WholeLock()  # a graph has one set of buffers
 
     def __len__(self) -> int:
         return len(self._known)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +20,6 @@ from mmfast.models.reduction.check import check
 from mmfast.models.reduction.record import features_given
 from mmfast.serve.engine.adapters import adapters_of
 from mmfast.serve.engine.request import ActiveRequest, check_storeless
-from mmfast.serve.engine.slicer import Slicer
 from mmfast.streams.reuse.media import MediaReuse
 from mmfast.streams.reuse.modules import Places, PromptModules
 from mmfast.streams.reuse.plan import ReusePlan, check_beside, parse_reuse
@@ -85,15 +83,12 @@ class ServedReuse:
             return False
         return True
 
-    def on(self, model: Any, slicer: Slicer) -> MediaReuse:
+    def on(self, model: Any) -> MediaReuse:
         """Return the reuse on a twin, whose calls run in slices.
 
         ModelError: keys and values of the model cannot be moved.
         """
-        store: Any = _WholeCalls(self.store, slicer)
-        weights: Any = _WholeCalls(self._weights, slicer)
-        media = MediaReuse(model, self._processor, self.plan, store, weights)
-        media.fingerprint()  # here, since computing a part of it holds a lock, too
+        media = MediaReuse(model, self._processor, self.plan, self.store, self._weights)
         if self.schema is not None:  # one that the model cannot read is refused now
             self._modules(media, (), "").placed(self.schema)
         return media
@@ -222,18 +217,3 @@ def _owner(request: Any, adapter: str) -> str:
     """Name of a tenant and an adapter; "" is everyone, as in a pipeline."""
     nobody = request.tenant in ("", "/")  # neither a key nor a user
     return "" if nobody and not adapter else repr((request.tenant, adapter))
-
-
-class _WholeCalls:
-    """Methods of an object that hold a lock, in calls that may stop at any function of torch."""
-
-    def __init__(self, target: Any, slicer: Slicer) -> None:
-        self._target, self._slicer = target, slicer
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._target, name)
-        return partial(self._call, found) if callable(found) else found
-
-    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._slicer.whole():
-            return method(*args, **kwargs)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
+from mmfast.core.locks import holding
+
 T = TypeVar("T")
 _LEAST = 16  # rows of a product that are worth a call of their own
 
@@ -41,7 +43,7 @@ class Slicer:
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._call: Callable[[], Any] | None = None
         self._result: tuple[bool, Any] | None = None
-        self._stopping = self._whole = False
+        self._stopping = False
         self._since = 0.0
         self._thread: threading.Thread | None = None
 
@@ -109,20 +111,10 @@ class Slicer:
 
     # --- the thread of the calls --------------------------------------------------------------
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Do not stop inside: what is done there holds a lock, for which other calls wait."""
-        self._whole = True
-        try:
-            yield
-        finally:
-            self._whole = False
-
     def look(self) -> None:
-        """Stop where the seconds of the slice are over."""
-        if self._whole or self.budget is None:
-            return
-        if time.perf_counter() - self._since >= self.budget:
+        """Stop where the seconds of the slice are over, unless other threads wait for a lock."""
+        over = self.budget is not None and time.perf_counter() - self._since >= self.budget
+        if over and not holding():
             self.stop()
 
     def stop(self) -> None:
@@ -145,8 +137,8 @@ class Slicer:
 
     def fits(self, row: float, rows: int) -> bool:
         """Return True where nothing stops the next rows from being computed at once."""
-        free = self.budget is None or self._whole
-        return free or (self.work - self.done) / max(1.0, row) >= rows
+        few = (self.work - self.done) / max(1.0, row) >= rows
+        return few or self.budget is None or holding()
 
     def _run(self) -> None:
         while True:

@@ -89,18 +89,13 @@ class MediaReuse:
         self.fetched = ""  # bits of what the last prompt took from files under a deadline
 
     @cached_property
-    def _device(self) -> str:
-        """Asked once: it is a call of torch, where a served prompt may stop."""
-        return str(self.model.device.type)
-
-    @cached_property
     def _settings(self) -> str:
         """Name of all that computes beside the weights: config, processor, and where it runs."""
         config = json.dumps(self.model.config.to_dict(), sort_keys=True, default=repr)
         parts = {"tokenizer": None} if self.processor is None else self.processor.to_dict()
         parts = json.dumps(parts, sort_keys=True, default=repr)
         where = (
-            self._device,
+            self.model.device.type,
             str(self.model.dtype),
             self.model.config._attn_implementation,
         )
@@ -111,8 +106,9 @@ class MediaReuse:
 
         Nor are those that `torch.autocast` rounded, without it.
         """
-        cast = torch.is_autocast_enabled(self._device)
-        mine = [f"autocast {torch.get_autocast_dtype(self._device)}"] if cast else []
+        device = self.model.device.type
+        cast = torch.is_autocast_enabled(device)
+        mine = [f"autocast {torch.get_autocast_dtype(device)}"] if cast else []
         mine += [owner] if owner else []
         return key_of(self._weights.value(), self._settings, reduce, *mine)
 

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import math
 import os
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import MmfastError, an, warn
+from mmfast.core.locks import WholeLock
 from mmfast.streams.archive import files
 from mmfast.streams.archive.tiers import CPU, Reports, TierQuotas
 from mmfast.streams.reuse.coding import BITS, has_coded, with_coded, with_decoded
@@ -190,7 +190,7 @@ class ReuseStore:
         self.quotas = TierQuotas.of(device, host, disk, folder)
         self.reports = Reports()
         self.hits, self.misses = 0, 0
-        self._lock = threading.RLock()
+        self._lock = WholeLock()
         self._host = _MemoryTier(self.quotas.limit("host"), lambda key, value: None)
         self._device = _MemoryTier(
             self.quotas.limit("device"), lambda key, value: self._host.put(key, _placed(value, CPU))

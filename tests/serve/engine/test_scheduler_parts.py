@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import logging
+import math
 import os
 import pickle
 import random
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +25,7 @@ from torch import Tensor, nn
 
 from mmfast.core.errors import ModelError
 from mmfast.core.kv import KVBlock
+from mmfast.core.locks import WholeLock
 from mmfast.serve.engine.base import BusyError, Failure, Finish, Request, SamplingOptions
 from mmfast.serve.engine.decode import DecodeBatch, Writer
 from mmfast.serve.engine.encoder import MediaEncoder
@@ -375,7 +383,7 @@ def test_a_call_in_pieces_ends_when_nobody_waits_any_more() -> None:
     assert torch.allclose(end.value.value, 2 * attend(*given), atol=1e-6)
 
     def locked() -> torch.Tensor:  # as where other calls wait for what it holds
-        with slicer.whole():
+        with WholeLock():
             return attend(*given)
 
     slicer.allow(60.0, 1e4)
@@ -451,3 +459,48 @@ def test_no_slot_and_no_byte_is_lost(engine: Scheduler, steps: list[Any]) -> Non
     assert runner.nbytes == 0 and runner.worst() == 0 and not runner.answers
     assert runner.batch is not None and runner.batch.prefixes.held.nbytes <= runner.limit
     assert health.running == health.waiting == 0
+
+
+class _Lazy:
+    stops = 0
+
+    @functools.cached_property
+    def of_functools(self) -> int:
+        return self.counted()
+
+    def under(self, lock: Any) -> int:
+        with lock:
+            return self.counted()
+
+    def counted(self) -> int:
+        """Stops between two functions of torch."""
+        before = self.stops
+        torch.ones(2).sum()
+        return self.stops - before
+
+
+@pytest.mark.parametrize("holder", ["nothing", "lock", "property", "import", "log"])
+def test_no_call_stops_where_others_would_wait_for_it(
+    holder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A property of `functools` has one lock for all instances, before Python 3.12."""
+    lazy, slicer, found = _Lazy(), Slicer(), list[int]()
+    (tmp_path / "counts_stops.py").write_text("import counted\ncounted.found()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = SimpleNamespace(found=lambda: found.append(lazy.counted()))
+    monkeypatch.setitem(sys.modules, "counted", seen)
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: seen.found())
+    calls = {
+        "nothing": seen.found,
+        "lock": lambda: found.append(lazy.under(WholeLock())),
+        "property": lambda: found.append(lazy.of_functools),
+        "import": lambda: importlib.import_module("counts_stops"),
+        "log": lambda: handler.handle(logging.makeLogRecord({})),
+    }
+    slicer.allow(0.0, math.inf)
+    for _ in slicer.run(calls[holder], []):
+        lazy.stops += 1
+    slicer.close()
+    stops = holder == "nothing" or (holder == "property" and sys.version_info >= (3, 12))
+    assert len(found) == 1 and bool(found[0]) == stops
