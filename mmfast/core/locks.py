@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib._bootstrap as _imports  # type: ignore[import-not-found]
+import importlib
 import logging
 import sys
 import threading
 from types import CodeType, FrameType, TracebackType
+from typing import Any
 
 
 class _HeldLocks(threading.local):
@@ -39,9 +40,10 @@ class WholeLock:
 
 def _of_others() -> frozenset[CodeType]:
     """Functions of Python itself that hold a lock while they call what may call torch."""
-    found = {_imports._find_and_load.__code__, logging.Handler.handle.__code__}
+    imports: Any = importlib.import_module("importlib._bootstrap")
+    found = {imports._find_and_load.__code__, logging.Handler.handle.__code__}
     if sys.version_info < (3, 12):  # one lock for a property of all instances
-        found.add(functools.cached_property.__get__.__code__)  # type: ignore[attr-defined]
+        found.add(functools.cached_property.__get__.__code__)
     return frozenset(found)
 
 

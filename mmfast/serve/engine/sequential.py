@@ -68,7 +68,7 @@ class _Workplace:
 
     def __init__(self, model: Any, reuse: ServedReuse | None) -> None:
         self.model, self.slicer = twin_model(model), Slicer()
-        self.media = None if reuse is None else reuse.on(self.model, self.slicer)
+        self.media = None if reuse is None else reuse.on(self.model)
 
 
 def stops_of(model: Any, inputs: Mapping[str, Any]) -> list[Any]:
