@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PLANNER = "mmfast.planner.auto"  # a layer above, imported on first use
 _LOCK = WholeLock()
-_TURNS: weakref.WeakKeyDictionary[Any, AbstractContextManager[Any]] = weakref.WeakKeyDictionary()
+_TURNS: weakref.WeakKeyDictionary[Any, WholeLock] = weakref.WeakKeyDictionary()
 Stage = AbstractContextManager[None]
 # Of the base model while something is attached: the handle, and everything to be undone.
 _HANDLE, _UNDO = "_mmfast_handle", "_mmfast_undo"
@@ -332,7 +332,7 @@ def _stages(
         yield attendance
 
 
-def turn_of(model: Any) -> AbstractContextManager[Any]:
+def turn_of(model: Any) -> WholeLock:
     """Lock of a model for calls that attach and detach, of all threads; one may take it again."""
     from mmfast.models.wrappers import base_of
 
@@ -355,7 +355,7 @@ def check_detached(model: Any, wait: bool = True) -> None:
     """
     if not wait and handle_of(model) is None:  # as for nearly every frame
         return
-    turn: Any = turn_of(model)
+    turn = turn_of(model)
     if turn.acquire(wait):
         try:
             other = handle_of(model)

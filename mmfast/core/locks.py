@@ -24,9 +24,19 @@ class WholeLock:
     def __init__(self) -> None:
         self._lock = threading.RLock()
 
+    def acquire(self, blocking: bool = True) -> bool:
+        """Take the lock; return whether it was taken."""
+        taken = self._lock.acquire(blocking)
+        _HELD.count += taken
+        return taken
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self._lock.release()
+        _HELD.count -= 1
+
     def __enter__(self) -> None:
-        self._lock.acquire()
-        _HELD.count += 1
+        self.acquire()
 
     def __exit__(
         self,
@@ -34,8 +44,7 @@ class WholeLock:
         error: BaseException | None,
         where: TracebackType | None,
     ) -> None:
-        _HELD.count -= 1
-        self._lock.release()
+        self.release()
 
 
 def _of_others() -> frozenset[CodeType]:
