@@ -30,13 +30,12 @@ class WholeLock:
         _HELD.count += taken
         return taken
 
+    __enter__ = acquire
+
     def release(self) -> None:
         """Give the lock back."""
-        self._lock.release()
         _HELD.count -= 1
-
-    def __enter__(self) -> None:
-        self.acquire()
+        self._lock.release()
 
     def __exit__(
         self,

@@ -181,7 +181,8 @@ class Arming:
 
     def __init__(self, hooks: Callable[[], AbstractContextManager[Any]]) -> None:
         self._hooks = hooks
-        self._lock = WholeLock()
+        self._lock = threading.Lock()  # of the counts
+        self._change = WholeLock()  # of the hooks, which may ask torch
         self._held: AbstractContextManager[Any] | None = None
         self._running = 0  # calls of all threads
         self._pinned = False
@@ -225,14 +226,16 @@ class Arming:
 
     def _arm(self) -> None:
         if self._held is None:
-            held = self._hooks()
-            held.__enter__()
+            with self._change:
+                held = self._hooks()
+                held.__enter__()
             self._held, self.idle = held, False
 
     def _disarm(self) -> None:
         if self._held is not None:
             held, self._held = self._held, None
-            held.__exit__(None, None, None)
+            with self._change:
+                held.__exit__(None, None, None)
 
 
 @contextmanager
