@@ -316,7 +316,8 @@ def test_reduced_inputs_equal_hooks(family: str, kind: str) -> None:
     if family == "gemma4_e":  # layers get inputs made of embeddings
         with pytest.raises(ModelError, match=r"use attach\(\), or a method that only drops"):
             compress(this.model, prompt(this, kind), "tome:0.7")
-        equal_to_attach(this, prompt(this, kind), "divprune:0.5")
+        # Products with as many rows as tokens: on some processors last bits depend on how many.
+        equal_to_attach(this, prompt(this, kind), "divprune:0.5", within=1e-5)
         return
     if family == "exaone4_5":
         with pytest.raises(ModelError, match=r"takes no positions.*use attach\(\)"):
