@@ -37,13 +37,19 @@ class Header:
         return since * self.time_base.numerator / self.time_base.denominator
 
 
+def demuxed(file: Any, form: str, options: dict[str, str]) -> Any:
+    """Open a file with one demuxer of PyAV; tags may be no UTF-8, as they always may since 19."""
+    lenient = {"metadata_errors": "ignore"} if int(av.__version__.split(".")[0]) < 19 else {}
+    return av.open(file, format=form, options=options, **lenient)
+
+
 @contextmanager
 def open_container(source: MediaSource, form: str, **options: str) -> Iterator[Any]:
     """Open a file with PyAV and one demuxer, which reaches neither the network nor other files."""
     file: Any = source.open() if isinstance(source.data, bytes) else str(source.data)
     options = {"protocol_whitelist": "file", **options}
     with refusing(source.name, "opened"):
-        container = av.open(file, format=form, options=options, metadata_errors="ignore")
+        container = demuxed(file, form, options)
     with container:
         yield container
 

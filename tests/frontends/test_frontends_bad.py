@@ -20,6 +20,7 @@ from media_factory import (
 from PIL import Image
 
 from mmfast.core.errors import MediaError
+from mmfast.frontends.container import demuxed
 from mmfast.frontends.image import kind_of, read_image
 from mmfast.frontends.video.reader import iter_video, read_video
 
@@ -151,6 +152,20 @@ def test_other_truncated_files(tmp_path: Path, suffix: str) -> None:
     data = path.read_bytes()
     path.write_bytes(data[: len(data) * 2 // 3])
     refused(lambda: read_video(path, frames=2), f"cut.{suffix}", "truncated", "again")
+
+
+@pytest.mark.parametrize(
+    ("release", "known"), [("15.0.0", True), ("18.1.0", True), ("19.0.2", False)]
+)
+def test_a_release_of_pyav_is_asked_for_what_it_knows(
+    release: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 19 on, which is for Python 3.12 and later, it takes tags that are no UTF-8 by itself."""
+    monkeypatch.setattr("av.__version__", release)
+    monkeypatch.setattr("av.open", lambda file, **options: options)
+    expected = {"format": "mov", "options": {"a": "b"}}
+    expected |= {"metadata_errors": "ignore"} if known else {}
+    assert demuxed("clip.mp4", "mov", {"a": "b"}) == expected
 
 
 def test_a_frame_rate_of_zero(clip: bytes, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ import numpy as np
 
 from mmfast.core.errors import MediaError
 from mmfast.frontends.clip import Frame, Orientation
+from mmfast.frontends.container import demuxed
 from mmfast.frontends.source import IMAGE_KINDS, VIDEO_KINDS, Limits, first_line, quote, sniff
 
 PORTS = {"http": 80, "https": 443, "rtsp": 554, "rtsps": 322}
@@ -295,7 +296,7 @@ def open_http(text: str, allowed: Allowed, limits: Limits, timeout: float) -> tu
             "analyzeduration": "1000000",  # microseconds; the default of 5 s is a long wait live
         }
         form = VIDEO_KINDS.get(kind, kind)
-        return av.open(file, format=form, options=options, metadata_errors="ignore"), file
+        return demuxed(file, form, options), file
     except MediaError:
         file.close()
         raise
