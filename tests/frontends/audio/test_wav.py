@@ -121,6 +121,7 @@ def test_a_pipe_without_a_reader_is_none_of_the_faults_of_media() -> None:
     vars(pipe)["flush"] = lambda: Left().write(b"")
     with pytest.raises(BrokenPipeError):
         wav.close()
+    del vars(pipe)["flush"]  # Python 3.13 would flush what it collects, and say what failed
 
 
 @pytest.mark.parametrize(
