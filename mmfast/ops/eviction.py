@@ -99,14 +99,17 @@ def marks(
     return kept
 
 
-def evict_beside(stands: Tensor, tokens: Tokens, spec: Spec) -> Reduction:
-    """Keep the tokens that stand, `[..., N]` bool, and of the others what a policy chooses."""
+def evict_beside(stands: Tensor, tokens: Tokens, spec: Spec, total: int | None = None) -> Reduction:
+    """Keep the tokens that stand, `[..., N]` bool, and of the others what a policy chooses.
+
+    A share is of `total` tokens, None is N.
+    """
     heads = tokens.x.shape[-3:-2]
     fixed = _each(marked(stands), heads)  # [..., H, S]
     if fixed.shape[-1] == tokens.n:
         return _all(tokens)
     rest = marked(~stands)  # [..., R]
-    found = evict(spec, _some(tokens, rest, heads), tokens.n)
+    found = evict(spec, _some(tokens, rest, heads), tokens.n if total is None else total)
     wide = _each(rest, heads)
     keep = torch.cat([fixed, wide.gather(-1, found.keep)], -1)
     if found.pure:

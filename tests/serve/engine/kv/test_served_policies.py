@@ -150,7 +150,7 @@ def test_every_answer_is_that_of_attach() -> None:
         assert rows["select"]["tokens_out"] < 0.7 * rows["select"]["tokens_in"]
 
 
-@pytest.mark.rest_is_slow(1)
+@pytest.mark.rest_is_slow(2)
 @pytest.mark.parametrize("specs", [LATEST, ["kvcompose:0.4?chunk=16", *LATEST[::3]]])
 def test_values_that_grow_and_chunks_with_gates_are_served(specs: list[str]) -> None:
     assert agree([*specs, ""])
