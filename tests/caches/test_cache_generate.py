@@ -131,6 +131,24 @@ def test_a_ragged_batch_equals_single_rows(family: str, spec: str) -> None:
         close(together, alone, row)
 
 
+@pytest.mark.rest_is_slow(3)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spec", [SPECS[0], *LATEST])
+def test_rows_of_text_one_picture_and_two(family: str, spec: str) -> None:
+    this = tiny(family)
+    if "image" not in this.facts.kinds:
+        pytest.skip("it sees no pictures")
+    texts = ["{image} a", "so what can you tell me of this?", "{image} and {image} what?"]
+    images = this.media("image", 3)["images"]
+    batch = this.inputs(texts, images=images)
+    together = run(this, batch, spec, tokens=5)
+    for row, (text, mine) in enumerate(zip(texts, (images[:1], (), images[1:]), strict=True)):
+        single = this.inputs([text], images=mine)
+        alone = run(this, single, spec, tokens=5)
+        assert torch.equal(new(together, batch)[row], new(alone, single)[0])
+        close(together, alone, row)
+
+
 def _text(model: Any, ids: list[list[int]], spec: str | None) -> Any:
     """Three tokens behind left-padded prompts of a model of text alone, and what the cache held."""
     n = max(map(len, ids))
