@@ -222,9 +222,12 @@ class CachePlan:
             raise SpecError(f"{self} keeps unlike numbers in the heads of a layer; call `marks`")
         if self.score is None:
             return keep_marked(self._mask(tokens), tokens)
+        whole, tables = tokens.n, tokens.signal("layers_attn")
+        if self.composes and tables is not None:  # layers that hold unlike numbers share a budget
+            whole = round(float((tables >= 0).sum(-1).double().mean()))
         if not self.position:
-            return evict(self.score, tokens)
-        return evict_beside(self._mask(tokens), tokens, self.score)
+            return evict(self.score, tokens, whole)
+        return evict_beside(self._mask(tokens), tokens, self.score, whole)
 
     def marks(self, tokens: Tokens) -> Tensor:
         """Mark the entries `[..., H, N]` that stay in each head, under a policy of role `heads`.

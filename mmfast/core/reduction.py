@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -122,28 +123,35 @@ def _blocks(
     flat: Tensor, segments: Segments, n: int, count: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Outputs `[k]` and weighted rows `[k, D]` of the entries that take part, in their order."""
-    dest, source, weight = segments.output, segments.source, segments.weight
-    gone = dest < 0
-    if count > 1:
-        base = torch.arange(count, device=flat.device)[:, None]
-        dest = dest.reshape(count, -1) + base * segments.m
-        source = None if source is None else source.reshape(count, -1) + base * n
-    dest = dest.reshape(-1)
-    source, weight = (None if t is None else t.reshape(-1) for t in (source, weight))
-    if bool(gone.any()):
-        there = (~gone).reshape(-1).nonzero()[:, 0]
-        dest, source = dest[there], there if source is None else source[there]
-        weight = None if weight is None else weight[there]
+    length, device = segments.output.shape[-1], flat.device
+    output, source, weight = (
+        None if t is None else t.reshape(count, length)
+        for t in (segments.output, segments.source, segments.weight)
+    )
+    assert output is not None
     step = max(1, _BLOCK // max(1, flat.shape[1]))
     if flat.is_cuda or (source is None and weight is None and flat.dtype.itemsize > 2):
-        step = max(1, len(dest))  # no copy, or no cache to fit
-    for at in range(0, len(dest), step):
-        part = slice(at, at + step)
-        rows = flat[part] if source is None else flat.index_select(0, source[part])
+        step = max(1, output.numel())  # no copy, or no cache to fit
+    many = max(1, step // max(1, length))  # leading indices of a block; of a part of one, one
+    for first, at in itertools.product(range(0, count, many), range(0, length, step)):
+        part = slice(first, first + many), slice(at, at + step)
+        base = torch.arange(first, min(first + many, count), device=device)[:, None]
+        dest, gone = output[part] + base * segments.m, output[part] < 0
+        there = (~gone).flatten().nonzero()[:, 0] if bool(gone.any()) else None
+        if source is None and there is None:
+            rows = flat[first * n + at :][: dest.numel()]
+        else:
+            places = torch.arange(at, at + dest.shape[1], device=device)
+            index = (places if source is None else source[part]) + base * n
+            rows = flat.index_select(0, _those(index, there))
         if weight is not None:
             wide = torch.promote_types(flat.dtype, torch.float32)
-            rows = rows.to(wide) * weight[part, None].to(wide)
-        yield dest[part], rows
+            rows = rows.to(wide) * _those(weight[part], there)[:, None].to(wide)
+        yield _those(dest, there), rows
+
+
+def _those(x: Tensor, there: Tensor | None) -> Tensor:
+    return x.flatten() if there is None else x.flatten()[there]
 
 
 # Numbers to copy up to which one gather costs less than computing the places of the rows: on an

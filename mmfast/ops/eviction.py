@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -98,14 +99,17 @@ def marks(
     return kept
 
 
-def evict_beside(stands: Tensor, tokens: Tokens, spec: Spec) -> Reduction:
-    """Keep the tokens that stand, `[..., N]` bool, and of the others what a policy chooses."""
+def evict_beside(stands: Tensor, tokens: Tokens, spec: Spec, total: int | None = None) -> Reduction:
+    """Keep the tokens that stand, `[..., N]` bool, and of the others what a policy chooses.
+
+    A share is of `total` tokens, None is N.
+    """
     heads = tokens.x.shape[-3:-2]
     fixed = _each(marked(stands), heads)  # [..., H, S]
     if fixed.shape[-1] == tokens.n:
         return _all(tokens)
     rest = marked(~stands)  # [..., R]
-    found = evict(spec, _some(tokens, rest, heads), tokens.n)
+    found = evict(spec, _some(tokens, rest, heads), tokens.n if total is None else total)
     wide = _each(rest, heads)
     keep = torch.cat([fixed, wide.gather(-1, found.keep)], -1)
     if found.pure:
@@ -236,6 +240,23 @@ def window_votes(
     last = min(window, max(budget // 2, 1))
     votes = pooled_votes(attn[..., : attn.shape[-1] - last], kernel, pool)
     return F.pad(votes, (0, last), value=torch.inf)
+
+
+_NUMBERS = 1 << 22  # float64 numbers of a temporary of all heads that are scored at once, 32 MB
+
+
+def by_heads(score: Callable[..., Tensor], copies: int, x: Tensor, *more: Tensor) -> Tensor:
+    """Scores `[..., H, N]` of keys `x` `[..., H, N, d]` and `more`, of so many heads at a time.
+
+    `score` takes them with the leading dims `[h]`, and makes temporaries of as many numbers as
+    `copies` of the keys; one head at a time is all that a long prompt leaves room for.
+    """
+    lead = x.shape[:-2]
+    some = max(1, _NUMBERS // max(1, copies * x.shape[-2:].numel()))
+    parts = zip(
+        *(t.reshape(-1, *t.shape[len(lead) :]).split(some) for t in (x, *more)), strict=True
+    )
+    return torch.cat([score(*mine) for mine in parts]).view(*lead, -1)
 
 
 def with_last(chosen: Tensor, last: int, n: int) -> Reduction:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import cache_oracle
@@ -86,6 +87,19 @@ def test_a_ragged_batch_chooses_again_as_its_rows_do(family: str, spec: str) -> 
     held = together.past_key_values.layers[0].keys.shape[2]
     once = run(this, rows(this, [0, 1]), spec.partition("?")[0].replace("h2o", "knorm"), tokens=9)
     assert held < once.past_key_values.layers[0].keys.shape[2]
+
+
+@pytest.mark.parametrize(
+    "spec", ["h2o:9", "cam:9?every=2", "entropy_chunkkv:9?window=3&every=3", "knorm:9", "h2o:1.0"]
+)
+def test_drafts_that_come_before_a_choice_are_told(spec: str) -> None:
+    """Of several tokens at once none is chosen from at its own turn."""
+    this, inputs = tiny("llava_onevision"), rows(tiny("llava_onevision"), [1])
+    again = spec[-2:] != ".0" and spec != "knorm:9"
+    told = pytest.warns(UserWarning, match="leave out the draft") if again else nullcontext()
+    with attach(this.model, cache=spec) as trace, told:
+        generate(this, inputs, 9, prompt_lookup_num_tokens=3)
+    assert len(trace.notes) == again
 
 
 @pytest.mark.parametrize(("window", "every", "queries"), [(2, 3, 2), (5, 3, 3), (1, 1, 1)])

@@ -90,7 +90,9 @@ SCORES = (
     "streammem:0.5?window=3",
     "livevlm:0.5?window=5",
 )
-PREFILL = (SPECS[0], "lookm:0.4", "cam:0.4?merge=5", "zipvl:0.5?low=0")  # act behind a prompt only
+PREFILL = (SPECS[0], "lookm:0.4", "zipvl:0.5?low=0")  # act behind a prompt only
+# Values that grow, means of queries to come, gates on chunks, and a second reading.
+LATEST = tuple(s for s in SCORES if s.startswith(("cam", "capkv", "entropy_chunkkv", "kvcompose")))
 
 
 @pytest.mark.rest_is_slow(3)
@@ -125,6 +127,24 @@ def test_a_ragged_batch_equals_single_rows(family: str, spec: str) -> None:
     for row in range(4):
         single = rows(this, [row])
         alone = run(this, single, spec)
+        assert torch.equal(new(together, batch)[row], new(alone, single)[0])
+        close(together, alone, row)
+
+
+@pytest.mark.rest_is_slow(3)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spec", [SPECS[0], *LATEST])
+def test_rows_of_text_one_picture_and_two(family: str, spec: str) -> None:
+    this = tiny(family)
+    if "image" not in this.facts.kinds:
+        pytest.skip("it sees no pictures")
+    texts = ["{image} a", "so what can you tell me of this?", "{image} and {image} what?"]
+    images = this.media("image", 3)["images"]
+    batch = this.inputs(texts, images=images)
+    together = run(this, batch, spec, tokens=5)
+    for row, (text, mine) in enumerate(zip(texts, (images[:1], (), images[1:]), strict=True)):
+        single = this.inputs([text], images=mine)
+        alone = run(this, single, spec, tokens=5)
         assert torch.equal(new(together, batch)[row], new(alone, single)[0])
         close(together, alone, row)
 
@@ -175,7 +195,7 @@ def test_eager_attention_equals_sdpa(family: str, spec: str) -> None:
 
 @pytest.mark.rest_is_slow(5)
 @pytest.mark.parametrize("family", MORE)
-@pytest.mark.parametrize("spec", [*PREFILL, SPECS[3], *SCORES[1:3]])
+@pytest.mark.parametrize("spec", [*PREFILL, *LATEST, SPECS[3], *SCORES[1:3]])
 @pytest.mark.parametrize("chunk", [3, 16])
 def test_a_prompt_in_chunks_equals_one_piece(family: str, spec: str, chunk: int) -> None:
     """Policies act at the end of the prompt, whatever its chunks; the window spans chunks."""
@@ -192,7 +212,7 @@ def test_a_prompt_in_chunks_equals_one_piece(family: str, spec: str, chunk: int)
 
 @pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", MORE)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", [*SPECS, *LATEST])
 def test_beams(family: str, spec: str) -> None:
     this, beams = tiny(family), {"num_beams": 3, "tokens": 5}
     batch = rows(this, [0, 1])
@@ -204,7 +224,7 @@ def test_beams(family: str, spec: str) -> None:
 
 @pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("spec", [*PREFILL, *SPECS[2:]])
+@pytest.mark.parametrize("spec", [*PREFILL, *SPECS[2:], *LATEST])
 def test_prompt_lookup_equals_greedy(family: str, spec: str) -> None:
     """Drafts that are taken back evict nothing, and see what is left at their own turn."""
     this = tiny(family)

@@ -181,8 +181,9 @@ def test_a_pyramid_keeps_as_much_as_equal_layers(beta: float) -> None:
         assert kept[-1] >= last
 
 
+@pytest.mark.parametrize("budget", ["12", "0.26"])
 @pytest.mark.parametrize("first", [False, True])
-def test_layers_compete_for_one_budget(first: bool) -> None:
+def test_layers_compete_for_one_budget(first: bool, budget: str) -> None:
     """Tables of unlike length; together layers keep the budget, and the first may keep most."""
     lengths, kept = (61, 61, 40, 23), []
     parts = [make("random", 2, n, seed=seed) for seed, n in enumerate(lengths)]
@@ -195,7 +196,7 @@ def test_layers_compete_for_one_budget(first: bool) -> None:
         part.signals["layers_attn"] = table.expand(2, 4, 61)
         layer = layer_of(part)
         layer.layers = [each.signals["attn_repeated"].double().numpy() for each in parts]
-        found = evict(part, f"kvcompose:12?first={str(first).lower()}")
+        found = evict(part, f"kvcompose:{budget}?first={str(first).lower()}")
         assert found.keep.tolist() == [
             answer.keep for answer in oracles_caches.kvcompose(layer, 12, first=first)
         ]

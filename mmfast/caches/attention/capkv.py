@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 from mmfast.core.errors import SpecError
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
+from mmfast.ops.eviction import by_heads
 from mmfast.ops.ranking import snap
 
 _TINY = 1e-30  # a value of no length
@@ -44,13 +47,20 @@ def capkv(
             "more positions"
         )
     first = min(sink, budget // 4)
-    keys, values = (x.double()[..., None, first:, :] for x in (tokens.x, tokens.need("values")))
-    mean = F.normalize(tokens.need("query_mean").double(), dim=-1, eps=_TINY)
-    cosine = (F.normalize(keys, dim=-1, eps=_TINY) @ mean[..., None]).squeeze(-1)  # [..., H, G, N]
+    mean = tokens.need("query_mean")
+    keys, values = (x[..., first:, :] for x in (tokens.x, tokens.need("values")))
+    score = by_heads(partial(_added, tau), mean.shape[-2], keys, values, mean)
+    return F.pad(score, (first, 0), value=torch.inf)
+
+
+def _added(tau: float, keys: Tensor, values: Tensor, mean: Tensor) -> Tensor:
+    """Scores `[H, N]` of keys and values `[H, N, d]`, by mean queries `[H, G, d]`."""
+    keys, values = (x.double()[:, None] for x in (keys, values))
+    mean = F.normalize(mean.double(), dim=-1, eps=_TINY)
+    cosine = (F.normalize(keys, dim=-1, eps=_TINY) @ mean[..., None]).squeeze(-1)  # [H, G, N]
     weight = (tau * (cosine - cosine.amax(-1, keepdim=True))).exp()
-    added = (values * weight[..., None]).transpose(-1, -2) @ values  # [..., H, G, d, d]
+    added = (values * weight[..., None]).transpose(-1, -2) @ values  # [H, G, d, d]
     capacity = torch.eye(values.shape[-1], dtype=added.dtype, device=added.device) + added
     rest = torch.linalg.solve(capacity, values.transpose(-1, -2).expand(*added.shape[:-1], -1))
     leverage = (values.transpose(-1, -2) * rest).sum(-2)
-    score = snap((weight * leverage).mean(-2).clamp_min(_TINY).log())
-    return F.pad(score, (first, 0), value=torch.inf)
+    return snap((weight * leverage).mean(-2).clamp_min(_TINY).log())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from mmfast.core.errors import SpecError
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
+from mmfast.ops.eviction import by_heads
 from mmfast.ops.ranking import snap
 
 _TINY = 1e-30  # an attention of nothing
@@ -55,13 +58,28 @@ def expected_attention(
             "choose 0 or more, and 1 or more positions"
         )
     first = min(sink, budget // 4)
-    keys = tokens.x.double()[..., None, :, :]  # [..., H, 1, N, d]
-    mean, cov = (tokens.need(name).double() for name in ("query_mean", "query_cov"))
-    logits = (keys @ mean[..., None]).squeeze(-1)  # [..., H, G, N]
+    mean, cov = (tokens.need(name) for name in ("query_mean", "query_cov"))
+    read = partial(_expected, first, epsilon, covariance)
+    score = by_heads(read, mean.shape[-2], tokens.x, tokens.need("values"), mean, cov)
+    ends = score.new_full((*score.shape[:-1], first), torch.inf)
+    return torch.cat([ends, score], -1)
+
+
+def _expected(
+    first: int,
+    epsilon: float,
+    covariance: bool,
+    x: Tensor,
+    values: Tensor,
+    mean: Tensor,
+    cov: Tensor,
+) -> Tensor:
+    """Scores `[H, N - first]` of keys `x` and values `[H, N, d]`, by queries of G heads each."""
+    keys = x.double()[:, None]  # [H, 1, N, d]
+    mean, cov = mean.double(), cov.double()
+    logits = (keys @ mean[..., None]).squeeze(-1)  # [H, G, N]
     if covariance:
         logits = logits + ((keys @ cov) * keys).sum(-1) / 2
     expected = logits[..., first:].softmax(-1).mean(-2) + epsilon
-    length = torch.linalg.vector_norm(tokens.need("values").double()[..., first:, :], dim=-1)
-    score = snap((expected * length).clamp_min(_TINY).log())
-    ends = score.new_full((*score.shape[:-1], first), torch.inf)
-    return torch.cat([ends, score], -1)
+    length = torch.linalg.vector_norm(values.double()[:, first:], dim=-1)
+    return snap((expected * length).clamp_min(_TINY).log())

@@ -155,6 +155,12 @@ class KVStage:
                 f"cache {self.plan} did nothing: this call keeps no keys and values "
                 "(use_cache=False, or gradient checkpointing); leave cache= out here"
             )
+        if length > 1 and state.part is None and self._eviction.always and self._eviction.rescores:
+            self.trace.warn(
+                f"cache {self.plan} chooses again while an answer is written, and drafts are read "
+                "before it can: the answer may differ from that of greedy decoding; leave out the "
+                "draft (assistant_model, prompt_lookup_num_tokens)"
+            )
         always = self._eviction.rescores or self._eviction.by_head or self._asks
         self._arming.begin(state.part is not None or always or length > 1)
         if self._raw is not None:

@@ -142,8 +142,13 @@ class Repetition:
         first = cache.layers[self._first]
         parts, first.pending = first.pending, None
         prompt, state = _joined(parts), self._state
-        for index in self._modules:
-            _prepare(cache.layers[index])
+        unread = max(_prepare(cache.layers[index]) for index in self._modules)
+        if unread:
+            self._trace.warn(
+                f"{unread} entries of this cache came before its policy, which reads a prompt a "
+                "second time: nothing is known of them, and they stay before all others; read the "
+                "whole prompt under attach(cache=)"
+            )
         before = state.call, state.part, state.cache, state.active
         state.call, state.part, state.cache, state.active = None, None, None, False
         try:
@@ -339,13 +344,18 @@ def _joined(parts: Sequence[PromptInput]) -> PromptInput:
     )
 
 
-def _prepare(layer: Any) -> None:
-    """Give every entry of a layer a note of what it receives, which passes fill in."""
+def _prepare(layer: Any) -> int:
+    """Give every entry of a layer a note of what it receives, which passes fill in.
+
+    Returns how many entries of all rows came before and have never had one.
+    """
     (batch, heads), held = layer.keys.shape[:2], notes.fill(layer)
-    old = held.get(notes.REPEATED)
+    old, unread = held.get(notes.REPEATED), 0
     if old is None:
         old = torch.ones(batch, heads, held[notes.KIND].shape[-1], device=layer.keys.device)
+        unread = int(((held[notes.NUMBER] < 0) & (held[notes.KIND] != notes.PADDING)).any(1).sum())
     layer.notes = {**held, notes.REPEATED: old.clone()}
+    return unread
 
 
 def _of_row(layer: Any, row: int, drafts: int) -> _RowEntries:

@@ -55,6 +55,15 @@ HOST = ["specache:0.2?group=8", "slimfer:0.25?block=4", "sentencekv:0.3?ends=13_
 HEADS = ["adakv:0.3", "knorm:0.4+adakv"]
 AGAIN = ["kvzip:0.4", "kvsquared:0.4", "kvcompose:0.4?chunk=16", "kvzip:0.4+adakv"]
 THIN = ["think:0.5?residual=8"]
+LATEST = [
+    "cam:0.4?merge=5",
+    "cam:20?every=4",
+    "sink:4+cam:0.3+quant:8?residual=8",
+    "capkv:0.4?future=20",
+    "capkv:0.4+adakv",
+    "entropy_chunkkv:0.4?window=3&chunk=4",
+    "entropy_chunkkv:20?window=3&chunk=4&every=3",
+]
 OTHERS = ["", "snapkv:16", "sink:4+window:24", "quant:8?residual=8", "h2o:20", "retrieve:2"]
 
 
@@ -139,6 +148,12 @@ def test_every_answer_is_that_of_attach() -> None:
     assert agree([*HEADS, *THIN, *AGAIN, *ALONE, *OTHERS[3:]], chunk=64)
     for _, _, rows in wanted(FAMILY, (*SELECT, *OTHERS[:3]))[: len(SELECT)]:
         assert rows["select"]["tokens_out"] < 0.7 * rows["select"]["tokens_in"]
+
+
+@pytest.mark.rest_is_slow(2)
+@pytest.mark.parametrize("specs", [LATEST, ["kvcompose:0.4?chunk=16", *LATEST[::3]]])
+def test_values_that_grow_and_chunks_with_gates_are_served(specs: list[str]) -> None:
+    assert agree([*specs, ""])
 
 
 def test_sinks_follow_their_window() -> None:
