@@ -169,8 +169,8 @@ def check_url(url: str, allowed: Iterable[str], param: str | None = None) -> Che
 
 def _is_host(host: str) -> bool:
     """Return True for a name or an address in its usual spelling, such as no octal numbers."""
-    try:
-        return str(ipaddress.ip_address(host)) == host
+    try:  # a zone is of one machine
+        return "%" not in host and str(ipaddress.ip_address(host)) == host
     except ValueError:
         last = host.rpartition(".")[2]
         return bool(_NAME.fullmatch(host)) and len(host) < 254 and not _NUMBER.fullmatch(last)
