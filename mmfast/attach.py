@@ -292,6 +292,7 @@ def _stages(
     from mmfast.models.kv.policy import KVStage
     from mmfast.models.patching import compiled_again
     from mmfast.models.reduction.attendance import Attendance
+    from mmfast.models.reduction.beams import media_of_beams
     from mmfast.models.reduction.call import PassState
     from mmfast.models.reduction.check import check
     from mmfast.models.reduction.hooks import Hooks
@@ -306,6 +307,7 @@ def _stages(
     adapter, sites, state = adapter_for(model), sites_of(specs), PassState()
     yield compiled_again(model)
     yield media_in_chunks(model)
+    yield media_of_beams(model, adapter)
     attendance = Attendance(model, specs, trace).installed()
     if not adapter.alone:
         yield attendance
