@@ -233,12 +233,12 @@ def test_tiles_that_one_release_of_smolvlm_cannot_cut_are_refused(
     this = tiny("smolvlm")
     base, call = this.model.base_model, {"pixel_values": torch.ones(1, 2, 3, 24, 24)}
     layout = adapter_for(this.model).layout
-    monkeypatch.setattr("transformers.__version__", "5.20.2")
+    monkeypatch.setattr("mmfast.models.families.idefics3.RELEASE", (5, 20))
     with pytest.raises(ModelError, match=r"multiple of 4 tokens.* has 9; use transformers 5\.21"):
         layout(base, "image", call)
     monkeypatch.setattr(base.config.vision_config, "patch_size", 2)
     assert [each.length for each in layout(base, "image", call)] == [36, 36]
-    monkeypatch.setattr("transformers.__version__", "5.21.0")
+    monkeypatch.setattr("mmfast.models.families.idefics3.RELEASE", (5, 21))
     monkeypatch.setattr(base.config.vision_config, "patch_size", 4)
     assert [each.length for each in layout(base, "image", call)] == [9, 9]
 

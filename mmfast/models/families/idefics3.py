@@ -13,11 +13,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import transformers
 from einops import reduce
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
+from mmfast.models.cache_name import RELEASE
 from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter
 from mmfast.models.families.prompt_ids import Span, ids_of, runs
 from mmfast.models.families.tiles import tile_raster
@@ -54,9 +54,9 @@ def adapter(family: str, group: Grouping, media: tuple[str, ...]) -> Adapter:
 def _check_tiles(base: Any) -> None:
     """Refuse tiles of SmolVLM that transformers 5.20 cuts by the size of a patch."""
     tokens, size = tile(base).length, base.config.vision_config.patch_size
-    if tokens % size and transformers.__version__.startswith("5.20."):
+    if tokens % size and RELEASE == (5, 20):
         raise ModelError(
-            f"SmolVLM of transformers {transformers.__version__} reads tiles of a multiple of "
+            f"SmolVLM of transformers 5.20 reads tiles of a multiple of "
             f"{size} tokens, and this checkpoint has {tokens}; use transformers 5.21 or later"
         )
 

@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
+from mmfast.models.cache_name import RELEASE
 from mmfast.models.encoder_names import encoder_arguments
 from mmfast.models.families.adapter import Adapter, placeholder
 from mmfast.models.families.tower import PIXELS
@@ -24,7 +25,7 @@ from mmfast.models.reduction.record import Record
 from mmfast.models.reduction.sequence import whole_pieces
 
 _EXPAND = "_expand_inputs_for_generation"
-_OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 18)
+_OLD = RELEASE < (5, 18)
 
 
 @contextmanager
