@@ -19,7 +19,7 @@ _SHOWS_ALL = RELEASE < (5, 18)
 _TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
-class Shown:
+class VisibleWindow:
     """Mixed into sliding windows that record: attention gets the states that its mask covers.
 
     Up to transformers 5.17 it gets all, which are more where reads follow each other.
@@ -58,8 +58,12 @@ class SequenceReader:
             )
         cache.activate_past_recording()
         for index, layer in enumerate(cache.layers):
-            if _SHOWS_ALL and getattr(layer, "is_sliding", False) and not isinstance(layer, Shown):
-                adopt(cache, index, Shown)
+            if (
+                _SHOWS_ALL
+                and getattr(layer, "is_sliding", False)
+                and not isinstance(layer, VisibleWindow)
+            ):
+                adopt(cache, index, VisibleWindow)
 
     @torch.no_grad()
     def read(self, tokens: Tensor, depths: Tensor | None = None, mask: Any = None) -> Tensor:

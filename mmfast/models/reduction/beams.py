@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmfast.core.errors import ModelError
 from mmfast.models.cache_name import RELEASE
-from mmfast.models.encoder_names import encoder_arguments
+from mmfast.models.encoder_names import encoder_arguments, media_in_chunks
 from mmfast.models.families.adapter import Adapter, placeholder
 from mmfast.models.families.tower import PIXELS
 from mmfast.models.patching import override
@@ -26,6 +26,13 @@ from mmfast.models.reduction.sequence import whole_pieces
 
 _EXPAND = "_expand_inputs_for_generation"
 _OLD = RELEASE < (5, 18)
+
+
+@contextmanager
+def media_of_generate(model: Any, adapter: Adapter) -> Iterator[None]:
+    """Give the chunks and the beams of a prompt its media, or refuse them."""
+    with media_in_chunks(model), media_of_beams(model, adapter):
+        yield
 
 
 @contextmanager
