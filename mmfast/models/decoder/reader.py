@@ -49,6 +49,9 @@ class SequenceReader:
         self.model, self.cache, self.held = model, cache, 0
         self._kwargs = dict(kwargs)
         self._kwargs.pop(CACHE, None)
+        mask = self._kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and bool(mask.all()):  # `generate` drops it from 5.23 on
+            del self._kwargs["attention_mask"]
         # A static cache of transformers 5.24 gives tokens back, but not those off a tree's path.
         if cache is None or not cache.is_croppable or is_static(cache):
             kind = type(cache).__name__
