@@ -287,11 +287,11 @@ def _stages(
         rest = (plan, encoder, trace, source)
         yield planned(model, lambda spec: _stages(model, parse(spec), *rest), trace)
         return
-    from mmfast.models.encoder_names import media_in_chunks
     from mmfast.models.families.adapter import adapter_for
     from mmfast.models.kv.policy import KVStage
     from mmfast.models.patching import compiled_again
     from mmfast.models.reduction.attendance import Attendance
+    from mmfast.models.reduction.beams import media_of_generate
     from mmfast.models.reduction.call import PassState
     from mmfast.models.reduction.check import check
     from mmfast.models.reduction.hooks import Hooks
@@ -305,7 +305,7 @@ def _stages(
     specs = check(specs, model, plan, encoder)
     adapter, sites, state = adapter_for(model), sites_of(specs), PassState()
     yield compiled_again(model)
-    yield media_in_chunks(model)
+    yield media_of_generate(model, adapter)
     attendance = Attendance(model, specs, trace).installed()
     if not adapter.alone:
         yield attendance

@@ -11,10 +11,12 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import transformers
 from transformers.masking_utils import create_causal_mask
 
 from mmfast.core.errors import ModelError
 
+RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))  # of transformers
 NEW, OLD = "cache", "past_key_values"
 CACHE = NEW if NEW in inspect.signature(create_causal_mask).parameters else OLD
 

@@ -22,13 +22,14 @@ import transformers
 from torch import Tensor
 
 from mmfast.core.errors import ModelError
+from mmfast.models.cache_name import RELEASE
 from mmfast.models.patching import override
 from mmfast.models.wrappers import stock_model
 
 NEW, OLD = "pixel_values_videos", "pixel_values"
 FEATURES = "mm_encoder_outputs"
 # Of a prompt in chunks, which no name of `generate` tells.
-_LOSES_MEDIA = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
+_LOSES_MEDIA = RELEASE < (5, 23)
 LEGACY = {"pixel_values_images": OLD}  # of the processor of Video-LLaVA
 
 

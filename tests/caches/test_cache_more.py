@@ -38,6 +38,8 @@ def test_reduced_before_the_llm_equals_a_shorter_prompt(family: str, spec: str) 
     with attach(this.model, "random:0.5", spec):
         both = generate(this, inputs, 6)
     short = compress(this.model, inputs, "random:0.5")
+    if "lookm" in spec and "inputs_embeds" in short:  # before 5.18
+        pytest.skip("embeddings do not tell text from media, which LOOK-M treats in two ways")
     alone = run(this, short, spec, tokens=6)
     assert torch.equal(new(both, inputs), new(alone, short))
     close(both, alone)

@@ -30,7 +30,7 @@ from mmfast.models.encoder_names import (
     takes_features,
 )
 from mmfast.models.families import gemma4
-from mmfast.models.families.adapter import tower_of
+from mmfast.models.families.adapter import adapter_for, tower_of
 from mmfast.models.families.tower import argument
 from mmfast.models.prompt import Shot, marked, media_arguments
 from mmfast.models.reduction import hooks
@@ -225,6 +225,22 @@ def test_media_are_refused_where_chunks_would_lose_them(
         generate(this, words, prefill_chunk_size=8)
         generate(this, media)
     assert "_prefill" not in this.model.__dict__
+
+
+def test_tiles_that_one_release_of_smolvlm_cannot_cut_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    this = tiny("smolvlm")
+    base, call = this.model.base_model, {"pixel_values": torch.ones(1, 2, 3, 24, 24)}
+    layout = adapter_for(this.model).layout
+    monkeypatch.setattr("mmfast.models.families.idefics3.RELEASE", (5, 20))
+    with pytest.raises(ModelError, match=r"multiple of 4 tokens.* has 9; use transformers 5\.21"):
+        layout(base, "image", call)
+    monkeypatch.setattr(base.config.vision_config, "patch_size", 2)
+    assert [each.length for each in layout(base, "image", call)] == [36, 36]
+    monkeypatch.setattr("mmfast.models.families.idefics3.RELEASE", (5, 21))
+    monkeypatch.setattr(base.config.vision_config, "patch_size", 4)
+    assert [each.length for each in layout(base, "image", call)] == [9, 9]
 
 
 @pytest.mark.parametrize("shared", [0, 2, 3])

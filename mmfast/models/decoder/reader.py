@@ -10,12 +10,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError, an
-from mmfast.models.cache_name import CACHE
-from mmfast.models.reduction.cache_layers import is_short, plain_kind
+from mmfast.models.cache_name import CACHE, RELEASE
+from mmfast.models.reduction.cache_layers import adopt, is_short, plain_kind
 from mmfast.models.reduction.call import is_static
 
+_SHOWS_ALL = RELEASE < (5, 18)
 # Arguments of the prompt's length: the model reads those of the new tokens alone.
 _TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+class VisibleWindow:
+    """Mixed into sliding windows that record: attention gets the states that its mask covers.
+
+    Up to transformers 5.17 it gets all, which are more where reads follow each other.
+    """
+
+    def update(self, key_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Store new keys and values; returns those that new tokens see."""
+        layer: Any = super()
+        shown = self.sliding_window - 1 + key_states.shape[-2]  # type: ignore[attr-defined]
+        return tuple(each[:, :, -shown:] for each in layer.update(key_states, *args, **kwargs))
 
 
 class SequenceReader:
@@ -35,6 +49,9 @@ class SequenceReader:
         self.model, self.cache, self.held = model, cache, 0
         self._kwargs = dict(kwargs)
         self._kwargs.pop(CACHE, None)
+        mask = self._kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and bool(mask.all()):  # `generate` drops it from 5.23 on
+            del self._kwargs["attention_mask"]
         # A static cache of transformers 5.24 gives tokens back, but not those off a tree's path.
         if cache is None or not cache.is_croppable or is_static(cache):
             kind = type(cache).__name__
@@ -43,6 +60,13 @@ class SequenceReader:
                 "cache_implementation, or pass DynamicCache(config=model.config)"
             )
         cache.activate_past_recording()
+        for index, layer in enumerate(cache.layers):
+            if (
+                _SHOWS_ALL
+                and getattr(layer, "is_sliding", False)
+                and not isinstance(layer, VisibleWindow)
+            ):
+                adopt(cache, index, VisibleWindow)
 
     @torch.no_grad()
     def read(self, tokens: Tensor, depths: Tensor | None = None, mask: Any = None) -> Tensor:

@@ -16,6 +16,8 @@ import torch
 from einops import reduce
 from torch import Tensor
 
+from mmfast.core.errors import ModelError
+from mmfast.models.cache_name import RELEASE
 from mmfast.models.families.adapter import Adapter, Call, Layout, add_adapter
 from mmfast.models.families.prompt_ids import Span, ids_of, runs
 from mmfast.models.families.tiles import tile_raster
@@ -31,6 +33,8 @@ def adapter(family: str, group: Grouping, media: tuple[str, ...]) -> Adapter:
     """The adapter of a family whose images form items by `group`."""
 
     def layout(base: Any, kind: str, call: Call) -> list[Layout]:
+        if family == "smolvlm":
+            _check_tiles(base)
         return layouts(base, call, group)
 
     def fold(base: Any, kind: str, values: Tensor, call: Call) -> list[Tensor]:
@@ -45,6 +49,16 @@ def adapter(family: str, group: Grouping, media: tuple[str, ...]) -> Adapter:
         return [each.length // tile(base).length for each in layout(base, "image", call)]
 
     return Adapter(family, layout, fold, recover, tile_counts=tile_counts, media=media)
+
+
+def _check_tiles(base: Any) -> None:
+    """Refuse tiles of SmolVLM that transformers 5.20 cuts by the size of a patch."""
+    tokens, size = tile(base).length, base.config.vision_config.patch_size
+    if tokens % size and RELEASE == (5, 20):
+        raise ModelError(
+            f"SmolVLM of transformers 5.20 reads tiles of a multiple of "
+            f"{size} tokens, and this checkpoint has {tokens}; use transformers 5.21 or later"
+        )
 
 
 def recover(base: Any, kind: str, embeds: Tensor, _: Tensor | None) -> list[Layout] | None:

@@ -50,7 +50,8 @@ def compress(
     Takes inputs of the processor and stages at sites `pixel` and `pre`. Returns inputs for
     `forward` or `generate`: `input_ids` `[B, m]` left-padded, `attention_mask`, explicit
     `position_ids` and `mm_encoder_outputs` (`inputs_embeds` where there is sound, or text was
-    fused). Token counts and sequences that `generate` returns are those of the shortened prompt.
+    fused, or transformers is older than 5.18: KV policies take embedded media for text). Token
+    counts and sequences that `generate` returns are those of the shortened prompt.
     ModelError where a signal is missing, a prompt ends with media whose last token is dropped, or
     the family's `generate` takes no positions.
     """

@@ -112,6 +112,18 @@ def test_a_batch_is_one_by_one_and_generation_follows(family: str, spec: str) ->
     assert torch.equal(single[0, -5:], out[1, -5:])
 
 
+@families
+def test_beams_hear_the_sounds_of_their_prompt_in_order(family: str) -> None:
+    this = hearer(family)
+    inputs = this.inputs([[48, 35], [48]])
+    how = {"max_new_tokens": 1, "do_sample": False, "output_logits": True}
+    how |= {"return_dict_in_generate": True}
+    with attach(this.model, "divprune:0.5"):
+        alone = this.model.generate(**inputs, **how).logits[0]
+        beams = this.model.generate(**inputs, num_beams=2, **how).logits[0]
+    torch.testing.assert_close(beams[::2], alone, atol=1e-5, rtol=0)
+
+
 def _length(inputs: dict[str, Any], row: int) -> int:
     return int(inputs["attention_mask"][row].sum())
 

@@ -104,7 +104,8 @@ def test_a_batch_of_mixed_prompts_equals_its_rows(family: str) -> None:
     texts, media = rows(this)
     if (family, "mixed") in STOCK_CANNOT:
         every = {name: items for each in media for name, items in each.items()}
-        with pytest.raises(ValueError, match="do not match"):
+        unlike = "do not match|out of bounds"  # before and since 5.18
+        with pytest.raises((ValueError, IndexError), match=unlike):
             this.model(**this.inputs(["{image} {video}"], **{k: v[:1] for k, v in every.items()}))
         texts, media = texts[:-1], media[:-1]
     joined: dict[str, list[Any]] = {}
@@ -165,8 +166,9 @@ def test_a_second_image_in_a_later_turn(family: str, cache: str) -> None:
     if cache == "dynamic" or old:  # the stock model first
         logits, expected = talk(this, None, cache)
         cannot = (family, "later") in STOCK_CANNOT
-        if old and family == "gemma3" and not torch.allclose(logits, expected, **close_to):
-            pytest.skip("stock Gemma 3 of this release reads a later turn in another way")
+        other = family == "gemma3" or this.facts.rope
+        if old and other and not torch.allclose(logits, expected, **close_to):
+            pytest.skip("the stock model of this release reads a later turn in another way")
         assert torch.allclose(logits, expected, **close_to) != cannot, "stock transformers changed"
     if (family, "later") not in STOCK_CANNOT:
         logits, expected = talk(this, SPEC, cache)

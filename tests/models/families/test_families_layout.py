@@ -162,7 +162,8 @@ def test_fold_of_a_feature_map_is_its_raster() -> None:
     this = tiny("fast_vlm")
     base, adapter = this.model.base_model, adapter_for(this.model)
     inputs = this.inputs(["{image}{image}"], images=this.images(2))
-    before = oracle.encode(this, inputs, "image").pooler_output
+    # A list of images in transformers 5.17, and one tensor later on.
+    before = torch.stack([*oracle.encode(this, inputs, "image").pooler_output])
     cells = before.shape[0] * before.shape[1]
     for cell in (0, 7, 24, 25, cells - 1):
 
@@ -172,7 +173,7 @@ def test_fold_of_a_feature_map_is_its_raster() -> None:
             return out
 
         handle = base.vision_tower.register_forward_hook(change)
-        after = oracle.encode(this, inputs, "image").pooler_output
+        after = torch.stack([*oracle.encode(this, inputs, "image").pooler_output])
         handle.remove()
         values = torch.zeros(cells, 1)
         values[cell] = 1.0

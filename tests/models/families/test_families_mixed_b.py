@@ -14,6 +14,11 @@ from mmfast.core.errors import ModelError
 from mmfast.models.reduction.inputs import compress
 
 OMNI = "qwen2_5_omni_thinker"
+MISFIT = (
+    r"(?i)image features and image tokens do not match|"
+    r"\d+ features of kind 'image' do not fit \d+ placeholders|"
+    "<image> tokens not divisible by patch_size"
+)
 
 
 def equals_removal(this: Tiny, inputs: dict[str, Any], spec: str) -> list[int]:
@@ -154,7 +159,8 @@ def test_prompts_without_media_and_media_that_do_not_fit(family: str) -> None:
     few = {**inputs, "input_ids": inputs["input_ids"].clone()}
     place = (few["input_ids"][0] == this.model.config.image_token_id).nonzero()[3]
     few["input_ids"][0, place] = 65
-    wrong = pytest.raises(ValueError, match=r"(?i)image features and image tokens do not match")
+    # Of transformers 5.17, SmolVLM has words of its own, and Idefics3 says nothing: mmfast does.
+    wrong = pytest.raises(ValueError, match=MISFIT)
     with wrong as error, attach(this.model, "tome:0.5"):
         this.model(**few)
     assert "\n" not in str(error.value)

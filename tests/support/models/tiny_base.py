@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -215,6 +216,10 @@ class Tiny:
             media["sampling_rate"] = 16000
         if self.family == "video_llama_3" and len(videos):  # by default it drops tokens of its own
             media["use_token_compression"] = options.get("use_token_compression", False)
+        if self.family == "smolvlm" and media and transformers.__version__.startswith("5.20."):
+            import pytest
+
+            pytest.skip("SmolVLM of this release cuts tiles by the size of a patch")
         batch = self.processor(text=texts, padding=True, return_tensors="pt", **media)
         legacy = {"pixel_values_images": "pixel_values"}  # of Video-LLaVA
         taken = inspect.signature(self.model.forward).parameters
