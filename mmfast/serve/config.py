@@ -6,6 +6,7 @@ parsed, values of the file must have the type of the option, and every error nam
 
 from __future__ import annotations
 
+import inspect
 import ipaddress
 import os
 import re
@@ -382,8 +383,8 @@ def types_of() -> dict[str, Any]:
 
 def helps() -> dict[str, str]:
     """Return the description of every option from the docstring of `ServerConfig`."""
-    text = (ServerConfig.__doc__ or "").partition("Attributes:")[2]
-    found = re.findall(r"^ {8}(\w+): (.*(?:\n {10,}.*)*)", text, re.MULTILINE)
+    text = (inspect.getdoc(ServerConfig) or "").partition("Attributes:")[2]  # indented alike
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {6,}.*)*)", text, re.MULTILINE)
     return {name: " ".join(line.replace("`", "").split()) for name, line in found}
 
 
