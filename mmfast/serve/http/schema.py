@@ -52,6 +52,8 @@ def ignored(value: Any, at: str = "") -> list[str]:
         given = getattr(value, name)
         if name in (("detail",) if at else WITHOUT_EFFECT) and given not in _IDLE:
             found.append(start + name)
+        if name == "top_logprobs" and given and not getattr(value, "logprobs", None):
+            found.append(start + name)
         found += ignored(given, start + name)
     return sorted(found)
 
