@@ -190,7 +190,7 @@ def _stock(held: Any, past: str) -> Any:
     from mmfast.models.wrappers import stock_model
 
     model = stock_model(held, past)
-    if not hasattr(model, "named_modules"):
+    if not hasattr(model, "named_modules") or isinstance(model, type):
         raise ModelError(
             f"attach() got {reprlib.repr(held)}, which is no model; give a loaded one, such as "
             "AutoModelForImageTextToText.from_pretrained(…), or a pipeline or Trainer around one"

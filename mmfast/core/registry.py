@@ -14,8 +14,12 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
+<<<<<<< HEAD
 from mmfast.core.errors import SpecError, unknown
 from mmfast.core.locks import WholeLock
+=======
+from mmfast.core.errors import SpecError, an, unknown
+>>>>>>> h-user
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,6 +29,9 @@ PACKAGES |= {"prefill": "mmfast.prefill", "compressor": "mmfast.compressors"}
 PACKAGES |= {"ranker": "mmfast.rankers"}
 # Kinds whose methods a spec of another kind may name.
 NAMED_TOO = {"reducer": ("compressor", "ranker")}
+# Options that take a spec of a kind, and what its methods are called.
+OPTIONS = {"reducer": ("reduce", "reducer"), "cache": ("cache", "cache policy")}
+OPTIONS |= {"prefill": ("prefill", "method of sparse prefill")}
 # Installed packages add methods by an entry point of this group that names the module to import.
 PLUGINS = "mmfast.plugins"
 
@@ -250,9 +257,13 @@ def get(name: str, kind: str = "reducer", among: Sequence[Method] = ()) -> Metho
     for each in kinds if not among else ():
         _load(each)
     rows = {m.name: m for m in among or _METHODS.values() if m.kind in kinds}
-    if name not in rows:
-        raise SpecError(unknown(kind, name, rows))
-    return rows[name]
+    if name in rows:
+        return rows[name]
+    for other, (option, noun) in OPTIONS.items():
+        if other != kind and any(m.name == name for m in listed(other)):
+            mine = f"unknown {kind} {name!r}, which is {an(noun)}"
+            raise SpecError(f"{mine}: give it to {option}= (--{option}) instead")
+    raise SpecError(unknown(kind, name, rows))
 
 
 def methods(kind: str | None = None) -> list[Method]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,30 @@ def test_refusals_are_one_line(spec: str, why: str) -> None:
     with pytest.raises(SpecError, match=why) as error:
         call_plan(spec)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "several", "rows"),
+    [("knorm:0.5+adakv", 1, 1), ("knorm:0.5", 1, 2), ("pyramidkv:0.5", 2, 1)],
+)
+def test_a_cache_that_needs_masks_of_its_own_goes_on_attached_alone(
+    spec: str, several: int, rows: int
+) -> None:
+    """Heads, rows or layers hold unlike numbers, and the stock model would read the padding."""
+    model = text_model("llama")
+    inputs = padded([prompt(24 - 9 * row, row) for row in range(rows)])
+    with torch.no_grad(), attach(model, cache=spec):
+        cache = model(**inputs).past_key_values
+        whole = copy.deepcopy(cache)
+        mask = inputs["attention_mask"]
+        more = {
+            "input_ids": prompt(several, 5).expand(rows, -1),
+            "attention_mask": torch.cat([mask, mask.new_ones(rows, several)], 1),
+        }
+        want = model(**more, past_key_values=whole).logits
+    branch = copy.deepcopy(cache)
+    for mine in (cache, branch):
+        with torch.no_grad(), pytest.raises(ModelError, match=r"go on inside attach\(…\)"):
+            model(**more, past_key_values=mine)
+        with torch.no_grad(), attach(model, cache=spec):
+            assert torch.equal(model(**more, past_key_values=mine).logits, want)

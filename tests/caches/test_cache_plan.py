@@ -36,7 +36,7 @@ def test_without_an_evicting_policy_all_stays() -> None:
     ("text", "words"),
     [
         ("snapvk:4", "unknown cache 'snapvk'; did you mean 'snapkv'"),
-        ("divprune:0.5", "unknown cache 'divprune'"),
+        ("divprune:0.5", "unknown cache 'divprune', which is a reducer: give it to reduce= "),
         ("sink", "'sink' needs a budget"),
         ("window:0", "budget 0 keeps nothing"),
         ("window:1.5", "budget 1.5 is no share"),

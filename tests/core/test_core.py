@@ -311,6 +311,7 @@ def test_parse_stages() -> None:
         ("evs:0.5+", ["cannot read"]),
         ("evs:0.5:0.5", ["cannot read"]),
         (":0.5", ["cannot read"]),
+        ("snapkv:0.5", ["unknown reducer 'snapkv'", "cache policy", "cache= (--cache)"]),
         (7, ["int"]),
     ],
 )

@@ -224,6 +224,10 @@ def adapter_for(model: Any) -> Adapter:
                 f"{type(model).__name__} speaks, too; attach to the part that sees and hears, "
                 f"its .thinker ({part})"
             )
+        for name, inner in model.named_modules() if family is None else ():
+            if getattr(getattr(inner, "config", None), "model_type", None) in _ADAPTERS:
+                found = f"{type(model).__name__} holds a {type(inner).__name__} as .{name}"
+                raise ModelError(f"{found}; attach to that")
         known = ", ".join(families())
         raise ModelError(
             f"{type(model).__name__} (model_type {family!r}) has no adapter; families: {known}; "

@@ -155,6 +155,7 @@ def _keep(cache: Any, index: int, stays: Tensor) -> None:
         for name, note in old.items()
     }
     gaps = tuple(width - max(mine) for mine in counts)
+    layer.gapped = len({count for mine in counts for count in mine}) > 1
     blank = keys[:, :, :1].expand(-1, -1, width, -1)  # only its width is read
     settle(cache, index, Left(KVBlock((blank,), (blank,)), notes, gaps), before)
 

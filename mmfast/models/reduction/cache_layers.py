@@ -52,6 +52,9 @@ class Shorter:
         power: Squares `[B, H, d]` of the last queries of a prompt, until it ends.
         skipped: `[B, n]` True at entries that leave when the prompt ends (`reduction.bypass`).
         chosen: Entries, those that have gone among them, when a KV policy last chose.
+        gapped: Heads hold different numbers of entries, and padding in front of them.
+        orphan: New tokens of a call from which on this cache needs the masks of an attachment that
+            has ended; None where it needs none.
     """
 
     store: Any = None
@@ -67,6 +70,12 @@ class Shorter:
     valid: Tensor | None = None
     uneven = False
     group: LayerGroup | None = None
+    gapped = False
+    orphan: int | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        refuse_orphan(self, key_states.shape[-2])
+        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
 
     def get_seq_length(self) -> Any:
         return super().get_seq_length() + self.extra + self.dropped  # type: ignore[misc]
@@ -83,7 +92,7 @@ class Shorter:
         self.dropped, self.valid, self.uneven, self.group = 0, None, False, None
         self.store, self.notes, self.gone = None, None, 0
         self.per_row, self.pending, self.power, self.chosen = {}, None, None, 0
-        self.skipped = None
+        self.skipped, self.gapped, self.orphan = None, False, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -210,6 +219,40 @@ def plain_kind(layer: Any) -> type:
 def is_short(layer: Any) -> bool:
     """This cache layer was adopted by `shorten`."""
     return isinstance(layer, Shorter)
+
+
+def refuse_orphan(layer: Any, new: int) -> None:
+    """ModelError before a stock model reads padding, or has no fitting mask for `new` tokens."""
+    if getattr(layer, "orphan", None) is not None and new >= layer.orphan:
+        raise ModelError(
+            "this cache was filled under attach(), with different numbers of entries in its rows, "
+            "heads or layers, and the model alone has no masks for that; go on inside attach(…) "
+            "with the same specs"
+        )
+
+
+def release(cache: Any) -> None:
+    """Note on a cache, as its attachment ends, which calls cannot do without it."""
+    needs = [need for layer in cache.layers if (need := _needs(layer)) is not None]
+    for index, layer in enumerate(cache.layers if needs else ()):
+        if isinstance(layer, (DynamicLayer, StaticLayer)):  # the first one speaks for all
+            shorten(cache, index).orphan = min(needs)
+
+
+def claim(cache: Any) -> None:
+    """Forget what `release` noted: masks are there again."""
+    for layer in cache.layers:
+        if is_short(layer):
+            layer.orphan = None
+
+
+def _needs(layer: Any) -> int | None:
+    """Tokens of a call from which on a layer needs a mask of its own; None for never."""
+    if not is_short(layer):
+        return None
+    if layer.valid is not None or layer.gapped:
+        return 1
+    return (1 if isinstance(layer, StaticLayer) else 2) if layer.uneven else None
 
 
 def layer_of_model_mask(cache: Any, sliding: bool = False) -> Any:

@@ -221,8 +221,11 @@ def _in_front(sequences: Sequences) -> bool:
 def _last_rows(sequences: Sequences, seen: LayerAttention) -> Tensor:
     if _in_front(sequences):
         return last_query_scores(seen.query, seen.key, seen.mask, seen.scaling)
-    rows = []
-    for row in range(len(seen.query)):  # padded on the right, or with drafts behind the prompt
-        (weights,) = seen.rows(row, sequences.real(row)[-1:])
-        rows.append(weights.mean(0)[0])
-    return torch.stack(rows)
+    # Padded on the right, or with drafts behind the prompt; a row of padding alone, as in a chunk
+    # before a short row begins, has no item that asks for its zeros.
+    found = torch.zeros(len(seen.key), seen.key.shape[2], device=seen.key.device)
+    for row in range(len(seen.query)):
+        if len(last := sequences.real(row)[-1:]):
+            (weights,) = seen.rows(row, last)
+            found[row] = weights.mean(0)[0]
+    return found

@@ -288,8 +288,8 @@ _ADVICE = {
     "text_key_norm": "it exists at 'llm<K>' with K at least 1, where the prompt, or the chunk of "
     "it under prefill_chunk_size, has text",
     "values": "it exists at 'llm<K>' only, with K at least 1, and under attach()",
-    "text_values": "it exists at 'llm<K>' with K at least 1, under attach(), where the prompt has "
-    "text",
+    "text_values": "it exists at 'llm<K>' with K at least 1, under attach(), where the prompt, or "
+    "the chunk of it under prefill_chunk_size, has text",
     "rope": "it exists at 'llm<K>' with K at least 1, under attach(), in models with rotary "
     "positions",
     "drift": "it exists at 'llm<K>' only, with K at least 1, and under attach()",
@@ -300,7 +300,7 @@ _ADVICE = {
     "place": "it exists at 'pre' only, and where the family's layout tells it",
     "pixels": "it exists at site 'pixel' only, before the vision tower",
     "image": "only a method registered with scope='prompt' sees several images at once",
-    "query": "the prompt has no text",
+    "query": "the prompt, or the chunk of it under prefill_chunk_size, has no text",
 }
 
 

@@ -84,7 +84,12 @@ _ROLES: dict[str, type[schema.Strict]] = {
 
 def refusal(errors: Sequence[dict[str, Any]], body: Any) -> ApiError:
     """Return the error reply to an invalid request."""
-    found = max(errors, key=lambda error: len(_walk(error["loc"], body)[0]))
+
+    def apt(error: dict[str, Any]) -> tuple[int, bool]:
+        """Deepest first; of alternatives, the one whose type the value has."""
+        return len(_walk(error["loc"], body)[0]), not str(error["type"]).endswith("_type")
+
+    found = max(errors, key=apt)
     kind, ctx = str(found["type"]), found.get("ctx", {})
     if kind == "json_invalid":
         text = f"the body is no JSON ({ctx.get('error', 'cut short')}); send a JSON object"

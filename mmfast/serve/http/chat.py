@@ -43,6 +43,9 @@ OWN |= {"load_audio_from_video", "sanitize_control_tokens", "max_length"}
 )
 async def chat(asked: schema.ChatRequest, http: HttpRequest) -> Response:
     """Answer a conversation."""
+    if asked.top_logprobs and not asked.logprobs:
+        text = f"top_logprobs={asked.top_logprobs} needs logprobs=true; send both, or neither"
+        raise bad_request(text, "invalid_value", "top_logprobs")
     answer = ChatExchange(http.app.state.service, asked, caller_of(http.scope))
     work = answer.stream() if asked.stream else answer.whole()
     return await events.while_connected(http.receive, work)

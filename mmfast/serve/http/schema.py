@@ -50,7 +50,8 @@ def ignored(value: Any, at: str = "") -> list[str]:
     found = [f"{start}{name}" for name in value.model_extra or ()]
     for name in value.model_fields_set & value.__class__.model_fields.keys():
         given = getattr(value, name)
-        if name in (("detail",) if at else WITHOUT_EFFECT) and given not in _IDLE:
+        alone = name == "top_logprobs" and not getattr(value, "logprobs", None)
+        if (alone or name in (("detail",) if at else WITHOUT_EFFECT)) and given not in _IDLE:
             found.append(start + name)
         found += ignored(given, start + name)
     return sorted(found)
@@ -297,10 +298,7 @@ class Choosing(Strict):
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: (
         Annotated[str, Field(min_length=1, max_length=256)]
-        | Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=256)]],
-            Field(max_length=4),
-        ]
+        | Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=4)]
         | None
     ) = None
     stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None

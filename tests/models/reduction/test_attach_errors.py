@@ -138,6 +138,15 @@ def test_half_precision_runs() -> None:
     assert all(bool(torch.isfinite(logits).all()) for logits in out.logits)
 
 
+def test_what_holds_a_model_and_what_is_none_say_so() -> None:
+    holder = torch.nn.Module()
+    holder.vlm = tiny("llava_onevision").model
+    with pytest.raises(ModelError, match=r"holds a LlavaOnevision\w+ as \.vlm; attach to that$"):
+        attach(holder, "random:0.5")
+    with pytest.raises(ModelError, match="which is no model; give a loaded one"):
+        attach(type(holder.vlm), "random:0.5")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_base_model_can_be_attached(family: str) -> None:
     this, inputs = ask(family)

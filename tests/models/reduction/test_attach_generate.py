@@ -95,6 +95,18 @@ def test_chunked_prefill_of_a_batch(family: str) -> None:
     logits_close(parts, whole)
 
 
+def test_a_chunk_that_is_padding_in_one_row() -> None:
+    """The row without media begins in a later chunk; attention is read in the earlier ones."""
+    this = tiny("llava_onevision")
+    media = {"videos": this.videos(1)}
+    inputs = this.inputs(["{video}?", "only text"], **media)
+    chunk = {"prefill_chunk_size": 16}
+    together = new(run(this, inputs, "fastv@llm1:0.5", **chunk), inputs)
+    for row, single in enumerate([this.inputs(["{video}?"], **media), this.inputs(["only text"])]):
+        alone = run(this, single, "fastv@llm1:0.5" if not row else None, **chunk)
+        assert torch.equal(together[row], new(alone, single)[0])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunked_prefill_inside_the_llm_keeps_the_budget(family: str) -> None:
     this = tiny(family)

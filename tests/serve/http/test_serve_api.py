@@ -395,6 +395,19 @@ def test_unknown_parameters_are_named_or_refused() -> None:
     assert strict.status_code == 400 and strict.json()["error"]["code"] == "unknown_parameter"
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"stop": [*"abcde"]}, "at most 4 items"),
+        ({"messages": user()}, "at least 1 item"),
+        ({"top_logprobs": 2}, "top_logprobs=2 needs logprobs=true"),
+    ],
+)
+def test_what_is_wrong_is_said_of_the_type_that_was_sent(wrong: Any, words: str) -> None:
+    reply = post(app_of(saying(*ANSWER)), **{"messages": user("Hi?"), **wrong})
+    assert reply.status_code == 400 and words in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("name", ["reduce", "cache", "frames"])
 def test_a_parameter_of_ours_in_the_wrong_place_is_refused(name: str) -> None:
     reply = post(app_of(saying(*ANSWER)), messages=user("Hi?"), **{name: "evs:0.5"})
@@ -533,6 +546,13 @@ def test_responses_are_the_chats_answers(engine: Any) -> None:
     assert post(app, path, input=[{"type": "file"}]).status_code == 400
     kept = post(app, path, input="a", previous_response_id="r").json()["error"]
     assert kept["param"] == "previous_response_id" and "send the conversation" in kept["message"]
+
+
+def test_responses_name_what_has_no_effect() -> None:
+    asked = {"input": QUESTION, "top_logprobs": 2}
+    for more, header in ({}, "top_logprobs"), ({"include": ["message.output_text.logprobs"]}, None):
+        reply = post(app_of(saying(*ANSWER)), "/v1/responses", **asked, **more)
+        assert reply.status_code == 200 and reply.headers.get("x-mmfast-ignored") == header
 
 
 @pytest.mark.parametrize(
