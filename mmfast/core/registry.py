@@ -14,12 +14,8 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
-<<<<<<< HEAD
-from mmfast.core.errors import SpecError, unknown
-from mmfast.core.locks import WholeLock
-=======
 from mmfast.core.errors import SpecError, an, unknown
->>>>>>> h-user
+from mmfast.core.locks import WholeLock
 
 F = TypeVar("F", bound=Callable[..., Any])
 

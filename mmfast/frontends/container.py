@@ -39,7 +39,8 @@ class Header:
 
 def demuxed(file: Any, form: str, options: dict[str, str]) -> Any:
     """Open a file with one demuxer of PyAV; tags may be no UTF-8, as they always may since 19."""
-    lenient = {"metadata_errors": "ignore"} if int(av.__version__.split(".")[0]) < 19 else {}
+    known = int(av.__version__.split(".")[0]) < 19
+    lenient: dict[str, Any] = {"metadata_errors": "ignore"} if known else {}
     return av.open(file, format=form, options=options, **lenient)
 
 
