@@ -19,6 +19,7 @@ KINDS = {
         "PackedLayer",
         "RoomyLayer",
         "PaddingFirst",
+        "OrphanLayer",
     ],
     "immutable block": ["KVBlock"],
 }

@@ -252,7 +252,6 @@ class KVStage:
         `settle`; `attention` is the call of the model (`serve.engine.lane.AttentionCall`).
         """
         layer, module = cache.layers[index], attention.module
-        layer.orphan = None  # the mask is made below
         keys, values = layer.update(key, value)
         if self._reading is not None:
             keys, values = as_chosen(layer, keys, values)

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from mmfast.models.cache_name import CACHE, NEW, OLD
 from mmfast.models.kv.host_entries import under_way
-from mmfast.models.reduction.cache_layers import adopt, refuse_orphan
+from mmfast.models.reduction.cache_layers import adopt
 
 _SPARE = 256  # entries of room for new ones, at least
 _OTHERS = ("cache_implementation", "prompt_lookup_num_tokens", "assistant_model", NEW, OLD)
@@ -109,7 +109,6 @@ class RoomyLayer:
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Store new entries `[B, H, m, d]`; returns all keys and values."""
         layer: Any = self
-        refuse_orphan(layer, key_states.shape[-2])
         if key_states.requires_grad or torch.compiler.is_compiling():
             return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
         if not layer.is_initialized:

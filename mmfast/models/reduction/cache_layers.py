@@ -53,8 +53,6 @@ class Shorter:
         skipped: `[B, n]` True at entries that leave when the prompt ends (`reduction.bypass`).
         chosen: Entries, those that have gone among them, when a KV policy last chose.
         gapped: Heads hold different numbers of entries, and padding in front of them.
-        orphan: New tokens of a call from which on this cache needs the masks of an attachment that
-            has ended; None where it needs none.
     """
 
     store: Any = None
@@ -71,11 +69,6 @@ class Shorter:
     uneven = False
     group: LayerGroup | None = None
     gapped = False
-    orphan: int | None = None
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        refuse_orphan(self, key_states.shape[-2])
-        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
 
     def get_seq_length(self) -> Any:
         return super().get_seq_length() + self.extra + self.dropped  # type: ignore[misc]
@@ -92,7 +85,7 @@ class Shorter:
         self.dropped, self.valid, self.uneven, self.group = 0, None, False, None
         self.store, self.notes, self.gone = None, None, 0
         self.per_row, self.pending, self.power, self.chosen = {}, None, None, 0
-        self.skipped, self.gapped, self.orphan = None, False, None
+        self.skipped, self.gapped = None, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -221,29 +214,44 @@ def is_short(layer: Any) -> bool:
     return isinstance(layer, Shorter)
 
 
-def refuse_orphan(layer: Any, new: int) -> None:
-    """ModelError before a stock model reads padding, or has no fitting mask for `new` tokens."""
-    if getattr(layer, "orphan", None) is not None and new >= layer.orphan:
-        raise ModelError(
-            "this cache was filled under attach(), with different numbers of entries in its rows, "
-            "heads or layers, and the model alone has no masks for that; go on inside attach(…) "
-            "with the same specs"
-        )
+class OrphanLayer:
+    """Mixed into the layers of a cache whose attachment has ended, with the masks that it needs.
+
+    `needed_from` are the new tokens of a call from which on masks are needed; None where they are
+    there again.
+    """
+
+    needed_from: int | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """ModelError before a stock model reads padding, or has no fitting mask."""
+        if self.needed_from is not None and key_states.shape[-2] >= self.needed_from:
+            raise ModelError(
+                "this cache was filled under attach(), with different numbers of entries in its "
+                "rows, heads or layers, and the model alone has no masks for that; go on inside "
+                "attach(…) with the same specs"
+            )
+        return super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
 
 
 def release(cache: Any) -> None:
-    """Note on a cache, as its attachment ends, which calls cannot do without it."""
+    """Let a cache, as its attachment ends, refuse calls that cannot do without it."""
     needs = [need for layer in cache.layers if (need := _needs(layer)) is not None]
     for index, layer in enumerate(cache.layers if needs else ()):
         if isinstance(layer, (DynamicLayer, StaticLayer)):  # the first one speaks for all
-            shorten(cache, index).orphan = min(needs)
+            orphan = layer if isinstance(layer, OrphanLayer) else adopt(cache, index, OrphanLayer)
+            orphan.needed_from = min(needs)
 
 
 def claim(cache: Any) -> None:
-    """Forget what `release` noted: masks are there again."""
-    for layer in cache.layers:
-        if is_short(layer):
-            layer.orphan = None
+    """Take back what `release` did: masks are there again."""
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, OrphanLayer):
+            layer.needed_from = None
+            mixin, kind = vars(type(layer))["_made_of"]
+            if mixin is OrphanLayer:  # nothing has adopted it since
+                cache.layers[index] = _blank(kind)
+                cache.layers[index].__dict__ = layer.__dict__
 
 
 def _needs(layer: Any) -> int | None:

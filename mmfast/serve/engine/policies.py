@@ -24,6 +24,7 @@ from mmfast.models.kv.notes import QUERIES
 from mmfast.models.kv.packing import Packing
 from mmfast.models.kv.policy import KVStage
 from mmfast.models.kv.room import roomy
+from mmfast.models.reduction.cache_layers import claim
 from mmfast.models.reduction.call import PassState, PromptPart
 from mmfast.models.reduction.decoder_signals import DRIFT, LayerAttention
 from mmfast.models.reduction.look_ahead import layer_ahead, signals_ahead
@@ -301,6 +302,7 @@ def part_of(stage: KVStage, cache: Any, index: int, more: int) -> Entries | Held
 
     `more` tokens follow. A layer that its policy need not act on is no longer in the cache.
     """
+    claim(cache)  # decode steps make their masks
     layer = cache.layers[index]
     rest = stage.at_rest(layer, more)
     if rest is None and (packing := stage.packing(layer)) is not None:
