@@ -74,11 +74,12 @@ class Shorter:
         return super().get_seq_length() + self.extra + self.dropped  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[Any, int]:
-        held: Any = super()
+        # Dynamo takes no bare `super()` from Python 3.12 on.
         if isinstance(self, StaticLayer) or self.is_sliding:  # type: ignore[attr-defined]
-            length, offset = held.get_mask_sizes(query_length)
+            length, offset = super().get_mask_sizes(query_length)  # type: ignore[misc]
             return length, offset + self.dropped
-        return held.get_seq_length() + self.extra + query_length, self.dropped
+        length = super().get_seq_length()  # type: ignore[misc]
+        return length + self.extra + query_length, self.dropped
 
     def reset(self) -> None:
         super().reset()  # type: ignore[misc]
@@ -300,8 +301,8 @@ class PaddingFirst:
         if gaps is not None:
             key_states = self._window_last("keys", key_states, gaps)
             value_states = self._window_last("values", value_states, gaps)
-        held: Any = super()
-        pair: Pair = held.update(key_states, value_states, *args, **kwargs)
+        more = key_states, value_states, *args
+        pair: Pair = super().update(*more, **kwargs)  # type: ignore[misc]
         return pair
 
     def _window_last(self, name: str, new: Tensor, gaps: Tensor) -> Tensor:
@@ -388,11 +389,11 @@ class Joined:
     gaps: Tensor | None = None
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        held: Any = super()
         gaps, self.gaps = self.gaps, None
         joins = gaps is not None and self.has_previous_state[state_idx]  # type: ignore[attr-defined]
-        states: Tensor = held.update_conv_state(conv_states, state_idx, **kwargs)  # [B, D, S + n]
-        if not joins:
+        given = conv_states, state_idx
+        states: Tensor = super().update_conv_state(*given, **kwargs)  # type: ignore[misc]
+        if not joins:  # [B, D, S + n]
             return states
         assert gaps is not None
         order = _padding_first(states.shape[-1], states.shape[-1] - conv_states.shape[-1], gaps)
