@@ -7,7 +7,7 @@ import importlib
 import logging
 import sys
 import threading
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any
 
 
@@ -37,12 +37,7 @@ class WholeLock:
         _HELD.count -= 1
         self._lock.release()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

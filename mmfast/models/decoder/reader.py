@@ -60,12 +60,8 @@ class SequenceReader:
                 "cache_implementation, or pass DynamicCache(config=model.config)"
             )
         cache.activate_past_recording()
-        for index, layer in enumerate(cache.layers):
-            if (
-                _SHOWS_ALL
-                and getattr(layer, "is_sliding", False)
-                and not isinstance(layer, VisibleWindow)
-            ):
+        for index, layer in enumerate(cache.layers if _SHOWS_ALL else ()):
+            if getattr(layer, "is_sliding", False) and not isinstance(layer, VisibleWindow):
                 adopt(cache, index, VisibleWindow)
 
     @torch.no_grad()

@@ -11,14 +11,14 @@ from tiny_models import Tiny, generate, tiny
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError
+from mmfast.models.cache_name import RELEASE
 from mmfast.models.reduction.inputs import compress
 
 OMNI = "qwen2_5_omni_thinker"
-MISFIT = (
-    r"(?i)image features and image tokens do not match|"
-    r"\d+ features of kind 'image' do not fit \d+ placeholders|"
-    "<image> tokens not divisible by patch_size"
-)
+MISFIT = r"(?i)image features and image tokens do not match"
+if RELEASE < (5, 18):  # SmolVLM has words of its own, and Idefics3 says nothing: mmfast does
+    MISFIT += r"|\d+ features of kind 'image' do not fit \d+ placeholders"
+    MISFIT += "|<image> tokens not divisible by patch_size"
 
 
 def equals_removal(this: Tiny, inputs: dict[str, Any], spec: str) -> list[int]:
@@ -159,7 +159,6 @@ def test_prompts_without_media_and_media_that_do_not_fit(family: str) -> None:
     few = {**inputs, "input_ids": inputs["input_ids"].clone()}
     place = (few["input_ids"][0] == this.model.config.image_token_id).nonzero()[3]
     few["input_ids"][0, place] = 65
-    # Of transformers 5.17, SmolVLM has words of its own, and Idefics3 says nothing: mmfast does.
     wrong = pytest.raises(ValueError, match=MISFIT)
     with wrong as error, attach(this.model, "tome:0.5"):
         this.model(**few)

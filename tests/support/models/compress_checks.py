@@ -21,7 +21,7 @@ def equal_to_attach(this: Tiny, inputs: dict[str, Any], spec: str, within: float
     plain = generate(this, short, 6)
     assert torch.equal(plain.sequences[:, -6:], hooked.sequences[:, -6:])
     for mine, theirs in zip(plain.logits, hooked.logits, strict=True):
-        assert torch.allclose(mine, theirs, rtol=0, atol=within)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=within)
     assert short["input_ids"].shape[1] < inputs["input_ids"].shape[1]
     assert [(s, i, r.keep.tolist()) for s, i, r in trace.reductions] == [
         (s, i, r.keep.tolist()) for s, i, r in expected.reductions
