@@ -279,16 +279,16 @@ def _text(folder: Path, log: list[Row]) -> Row:
     found, run = _rows(log, "evaluation"), _rows(log, "text")[-1]
     lines = []
     for row in found:
-        low, high = row["retrieved"]["interval"]
-        right = f"{_percent(row['retrieved']['accuracy'])} ({100 * low:.0f} to {100 * high:.0f})"
+        low, high = row["interval"]
+        right = f"{_percent(row['accuracy'])} ({100 * low:.0f} to {100 * high:.0f})"
         kinds = (_percent(share, 0) for share in row["by_kind"].values())
         lines.append((f"{row['length']:,}", str(row["n"]), right, *kinds))
     return {
         "size": (folder / "model.safetensors").stat().st_size / 1e6,
         **{name: config[name] for name in ("num_hidden_layers", "hidden_size", "vocab_size")},
         "run": f"{run['step']} steps in {_minutes(run)}",
-        "longest": f"{max(row['longest'] for row in _rows(log, 'start')):,}",
-        "table": _table(("tokens", "questions", "passwords and keys", *found[0]["by_kind"]), lines),
+        "longest": f"{_rows(log, 'start')[-1]['longest']:,}",
+        "table": _table(("tokens", "questions", "right", *found[0]["by_kind"]), lines),
     }
 
 

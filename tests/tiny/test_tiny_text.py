@@ -81,7 +81,7 @@ def test_facts_lie_anywhere_and_links_keep_their_order() -> None:
             _, name, value, _ = words_of(sentence)
             assert value.isdigit() or value in known
             known.add(name)
-        assert len(known) == HOPS
+        assert len(known) == FactCounts().chains * HOPS
     assert min(places) < 0.15 and max(places) > 0.85
     assert 0.35 < sum(places) / len(places) < 0.65
 
@@ -161,12 +161,11 @@ def test_a_whole_share_changes_nothing_and_a_small_one_is_exact(
 
 def test_the_shipped_model_answers_about_unseen_documents() -> None:
     (row,) = needle_rows([], 57, 4321, 1024)
-    found = row["retrieved"]
-    assert found["n"] == 45 and found["accuracy"] > FLOOR and found["interval"][0] > 0.8, row
-    assert row["by_kind"]["single"] == 1.0
+    assert row["n"] == 57 and row["accuracy"] > FLOOR and row["interval"][0] > 0.9, row
+    assert min(row["by_kind"].values()) >= 0.9, row
 
 
-FLOOR = 0.93  # of passwords and keys at 1,024 tokens
+FLOOR = 0.97  # at 1,024 tokens
 
 
 def test_a_cache_that_lost_the_document_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +180,7 @@ def test_a_cache_that_lost_the_document_is_seen(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(evaluate, "_copies", emptied)
     (row,) = needle_rows([], 19, 4321, 600)
-    assert row["retrieved"]["accuracy"] < 0.3
+    assert row["accuracy"] < 0.3
 
 
 def test_the_suite_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -332,8 +332,8 @@ def _scene_note(rows: Rows) -> str:
     return f"All in per cent; in brackets the 95 % interval. {_questions('unseen media')(rows)}"
 
 
-def _retrieved(row: Row) -> str:
-    return score(row["retrieved"], "accuracy", 0)
+def _needles(row: Row) -> str:
+    return score(row, "accuracy", 0)
 
 
 def _needle_policies(rows: Rows) -> list[Row]:
@@ -347,15 +347,15 @@ def _needle_policies(rows: Rows) -> list[Row]:
 
     def order(line: Row) -> tuple[int, float]:
         row = line["at"].get((0.25, False))
-        return line["length"], 1.0 - row["retrieved"]["accuracy"] if row else 1.0
+        return line["length"], 1.0 - row["accuracy"] if row else 1.0
 
     lines = ({"length": n, "name": name, "at": line} for (n, name), line in found.items())
     return sorted(lines, key=order)
 
 
 def _needle_columns(rows: Rows) -> Columns:
-    shares = {f"{100 * s:.0f} %": at((s, False), _retrieved) for s in SHARES}
-    known = {f"{100 * s:.0f} %, asked first": at((s, True), _retrieved) for s in SHARES[1:]}
+    shares = {f"{100 * s:.0f} %": at((s, False), _needles) for s in SHARES}
+    known = {f"{100 * s:.0f} %, asked first": at((s, True), _needles) for s in SHARES[1:]}
     return {"tokens": "{length:,}", "policy": "`{name}`", **shares, **known}
 
 
@@ -364,7 +364,7 @@ def _needle_whole(rows: Rows) -> str:
     for length in sorted({int(row["length"]) for row in rows if row["cache"]}):
         many = [r["n"] for r in rows if r["cache"] and r["length"] == length]
         whole = [r for r in rows if not r["cache"] and r["length"] == length]
-        shown = {r["aware"]: _retrieved(r) for r in whole}
+        shown = {r["aware"]: _needles(r) for r in whole}
         told.append(
             f"{max(many)} questions about documents of {length:,} tokens. "
             f"The whole cache: {shown.get(False, NOT_MEASURED)}; "
@@ -381,7 +381,7 @@ def _needle_lengths(rows: Rows) -> list[Row]:
 
 
 def _needle_kinds(rows: Rows) -> Columns:
-    head: Columns = {"tokens": "{length:,}", "questions": "{n}", "passwords and keys": _retrieved}
+    head: Columns = {"tokens": "{length:,}", "questions": "{n}", "right": _needles}
     return {**head, **_columns_by_kind(rows)}
 
 

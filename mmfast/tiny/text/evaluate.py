@@ -40,7 +40,6 @@ SHORTEST = 512  # tokens of a document, half of which its facts take
 WINDOW = 29  # last tokens of a document that are read with a question: 32 in all
 BATCH = 10  # questions answered side by side
 MOST = 2  # tokens of an answer, the mark behind it included
-RETRIEVAL = ("single", "keys")  # kinds whose answer is a word of the document beside what is asked
 Progress = Callable[[str, int, int], None]
 
 
@@ -177,12 +176,10 @@ def needle_rows(
             kept.append(share)
             if progress is not None:
                 progress(spec or "the whole cache", len(marks), n)
-        right, facts = sum(mark for _, mark in marks), [m for kind, m in marks if kind in RETRIEVAL]
+        right = sum(mark for _, mark in marks)
         yield {
             "suite": "needles", "n": n, "seed": seed, "model": Path(model or NAME).name,
             "length": length, "aware": aware, "reduce": None, "cache": spec,
             "score": right / n, "accuracy": right / n, "interval": interval(right, n),
-            "retrieved": {"n": len(facts), "accuracy": sum(facts) / max(len(facts), 1),
-                          "interval": interval(sum(facts), max(len(facts), 1))},
             "by_kind": shares(marks, KINDS), "kept": sum(kept) / len(kept),
         }  # fmt: skip
