@@ -27,7 +27,17 @@ from mmfast.tiny.text.haystack import (
     vocabulary,
     words_of,
 )
-from mmfast.tiny.text.train import IGNORE, SPECIAL, TextSampler, make_tokenizer
+from mmfast.tiny.text.train import (
+    FOUND,
+    GROWN,
+    IGNORE,
+    PATIENCE,
+    SPECIAL,
+    START,
+    TextSampler,
+    TextTask,
+    make_tokenizer,
+)
 
 HOME = embedded_path(EMBEDDED_TEXT)
 
@@ -122,6 +132,28 @@ def test_lessons_teach_the_answers_of_their_documents() -> None:
         for each in asked[:-1]:  # the last one may be cut off
             name, again, answer = re.match(r"(\w+)\? (\w+) (.*)\.", each).groups()  # type: ignore[union-attr]
             assert name == again and solve(body, name) == answer
+
+
+def test_most_documents_ask_about_one_kind_of_fact() -> None:
+    sampler = TextSampler(0)
+    drawn = [sampler._facts(512) for _ in range(400)]
+    many = [sum(n > 1 for n in (f.keys, f.chains, f.animals)) for f in drawn]
+    assert 0.6 < sum(n <= 1 for n in many) / len(many) < 0.85 and max(many) == 3
+    for name in ("keys", "chains", "animals"):
+        assert max(getattr(facts, name) for facts in drawn) >= 8
+
+
+def test_documents_grow_by_what_is_found_and_late_in_any_case() -> None:
+    task = TextTask(0, 1e-3, 512)
+    for kind in FOUND[:-1]:
+        task.lately[kind].extend([1.0] * PATIENCE)
+    task.batches(0, 0.1)
+    assert task.length == START  # of one kind nothing is known
+    task.lately[FOUND[-1]].extend([GROWN + 0.01] * PATIENCE)
+    task.batches(1, 0.1)
+    assert task.length == 2 * START and not any(task.lately.values())
+    task.batches(2, 1.0)
+    assert task.length == 512  # never longer than the longest
 
 
 def test_places_part_sentences_and_nothing_else() -> None:
