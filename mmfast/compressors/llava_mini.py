@@ -14,17 +14,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
-
-
-def turned(x: Tensor, place: Tensor) -> Tensor:
-    """Rotate the halves of heads `[..., H, n, d]` by places `[..., n]` (rotary positions)."""
-    half = x.shape[-1] // 2
-    rate = 10000.0 ** -(torch.arange(half, device=x.device) / half)
-    angle = place[..., None, :, None] * rate
-    sin, cos = angle.sin().to(x.dtype), angle.cos().to(x.dtype)
-    left, right = x[..., :half], x[..., half:]
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
-
+from mmfast.ops.attention import rotate_at
 
 # Keys and values `[..., H, n, d]` of tokens in front, which those behind them read.
 Front = tuple[Tensor, Tensor]
@@ -65,7 +55,7 @@ class PrefusionLayer(nn.Module):
             layer(inside).unflatten(-1, (self.heads, -1)).transpose(-2, -3)
             for layer in (self.q, self.k, self.v)
         )
-        q, k = turned(q, place), turned(k, place)
+        q, k = rotate_at(q, place), rotate_at(k, place)
         keys, values = k, v
         if front is not None:
             lead = torch.broadcast_shapes(k.shape[:-2], front[0].shape[:-2])

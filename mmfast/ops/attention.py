@@ -171,3 +171,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE: `[..., n, d]` by cosines and sines `[..., n, d]`; halves of a row are coordinates."""
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+def rotate_at(x: Tensor, place: Tensor) -> Tensor:
+    """RoPE of base 10,000: heads `[..., H, n, d]` at the places `[..., n]`."""
+    half = x.shape[-1] // 2
+    rate = 10_000.0 ** -(torch.arange(half, device=x.device) / half)
+    angle = place[..., None, :, None] * rate
+    sin, cos = angle.sin().to(x.dtype), angle.cos().to(x.dtype)
+    left, right = x[..., :half], x[..., half:]
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)

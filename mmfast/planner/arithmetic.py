@@ -10,7 +10,6 @@ weights are held once.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import time
@@ -24,8 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmfast.core.errors import MmfastError, ModelError, unknown
-from mmfast.core.files import whole_file
+from mmfast.core.errors import ModelError, unknown
 from mmfast.models.loading import device_name
 from mmfast.models.packing import (
     FASTEST,
@@ -37,7 +35,7 @@ from mmfast.models.packing import (
 )
 from mmfast.models.wrappers import decoder_of, layers_of, stock_model
 from mmfast.ops.weight_forms import FORMS, has_fbgemm, pack
-from mmfast.planner.rates import cache_folder
+from mmfast.planner.rates import measured_path, write_measured
 
 ERROR = 0.01
 GAIN = 1.1  # below it, a form is not worth its rounding
@@ -143,10 +141,7 @@ def measured(model: Any) -> dict[str, Times]:
         "threads": torch.get_num_threads(),
         "shapes": {part: list(shape) for part, shape in shapes.items()},
     }
-    text = json.dumps(key, sort_keys=True)
-    name = f"weights-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    known = _read(name, key)
-    if known is not None:
+    if (known := _read(key)) is not None:
         return known
     with torch.inference_mode():
         found = {
@@ -155,7 +150,7 @@ def measured(model: Any) -> dict[str, Times]:
         }
         if "tower" in shapes:
             found["tower"] = _times(shapes["tower"], _ROWS["tower"], stock.dtype, _of_many())
-    _write(name, key, found)
+    write_measured("weights", key, times=found)
     return found
 
 
@@ -217,10 +212,10 @@ def _relative(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-def _read(name: str, key: Mapping[str, Any]) -> dict[str, Times] | None:
+def _read(key: Mapping[str, Any]) -> dict[str, Times] | None:
     """Times that an earlier run measured; None too where the file is not what we wrote."""
     try:
-        document = json.loads((cache_folder() / name).read_text(encoding="utf-8"))
+        document = json.loads(measured_path("weights", key).read_text(encoding="utf-8"))
         found = {
             str(part): {str(name): (float(ms), float(error)) for name, (ms, error) in each.items()}
             for part, each in document["times"].items()
@@ -231,16 +226,3 @@ def _read(name: str, key: Mapping[str, Any]) -> dict[str, Times] | None:
         return found if whole and fine else None
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _write(name: str, key: Mapping[str, Any], times: Mapping[str, Times]) -> bool:
-    """Keep times for the next run; False where the folder cannot be written."""
-    try:
-        path = cache_folder() / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"key": key, "times": times})
-        with whole_file(path) as draft:
-            draft.write_text(text, encoding="utf-8")
-    except (OSError, RuntimeError, MmfastError):
-        return False
-    return True

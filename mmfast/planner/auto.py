@@ -26,7 +26,7 @@ from mmfast.planner.calibration import Tick
 from mmfast.planner.learner import Learner
 from mmfast.planner.plan import Plan
 from mmfast.planner.planner import Planner
-from mmfast.planner.rates import rates_path
+from mmfast.planner.rates import measured_path
 from mmfast.planner.target import Target, automatic
 
 _VISUAL = "reduce='auto' plans images and clips"  # no accuracy under sound was measured
@@ -43,7 +43,7 @@ def announced(learner: Learner) -> Iterator[Tick]:
             if task is None and console.is_terminal:
                 kept = "nowhere"
                 with suppress(MmfastError):  # a user without a home
-                    kept = kept if learner.key is None else str(rates_path(learner.key))
+                    kept = kept if learner.key is None else str(measured_path("rates", learner.key))
                 console.print(
                     f"Measuring this device, once for it and this model; kept in {kept}",
                     style="dim",

@@ -129,24 +129,29 @@ def rates_key(device: torch.device, dtype: torch.dtype, model: str) -> dict[str,
 def read_rates(key: Mapping[str, Any]) -> Rates | None:
     """Rates measured earlier, if any; None too where the file is not what we wrote."""
     try:
-        document = json.loads(rates_path(key).read_text(encoding="utf-8"))
+        document = json.loads(measured_path("rates", key).read_text(encoding="utf-8"))
         return from_dict(document["rates"]) if document["key"] == dict(key) else None
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def rates_path(key: Mapping[str, Any]) -> Path:
-    """Return the file of rates measured under these conditions."""
-    text = json.dumps(dict(key), sort_keys=True)
-    return cache_folder() / f"rates-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-
-
 def write_rates(key: Mapping[str, Any], rates: Rates) -> bool:
     """Keep rates for the next run; False where the folder cannot be written."""
+    return write_measured("rates", key, rates=asdict(rates))
+
+
+def measured_path(kind: str, key: Mapping[str, Any]) -> Path:
+    """Return the file of what was measured under these conditions."""
+    text = json.dumps(dict(key), sort_keys=True)
+    return cache_folder() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def write_measured(kind: str, key: Mapping[str, Any], **found: Any) -> bool:
+    """Keep what was measured for the next run; False where the folder cannot be written."""
     try:
-        path = rates_path(key)
+        path = measured_path(kind, key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"key": dict(key), "rates": asdict(rates)})
+        text = json.dumps({"key": dict(key), **found})
         with whole_file(path) as draft:
             draft.write_text(text, encoding="utf-8")
     except (OSError, RuntimeError, MmfastError):

@@ -9,7 +9,7 @@ LoRA in its decoder; the teacher is the model without it. Lessons are questions 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -89,7 +89,7 @@ class StudentSchool:
 
     def group(self, sets: int) -> list[StudentLesson]:
         """Make `sets` lessons about the next media."""
-        media, facts = zip(*islice(self._usable(), BATCH), strict=True)
+        media, facts = zip(*islice((each for each in self.media if each[1]), BATCH), strict=True)
         shots = [[self.subject.shot(file) for file in files()] for files in media]
         found, features = list[StudentLesson](), dict[str, Any]()
         asked = [self._asked(known, sets) for known in facts]
@@ -100,9 +100,6 @@ class StudentSchool:
             features = {k: v for k, v in shown if getattr(v, "shape", None) != along}
             found.append(lesson)
         return found
-
-    def _usable(self) -> Iterator[Any]:
-        return (each for each in self.media if each[1])
 
     def _asked(self, known: Sequence[Fact], sets: int) -> list[Fact]:
         """Choose facts of kinds in turn, each kind as often as another."""

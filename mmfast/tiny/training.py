@@ -166,6 +166,14 @@ def _device(text: str) -> torch.device:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def recipe_parser(doc: str, out: str) -> argparse.ArgumentParser:
+    """Make the parser of a recipe by the docstring of its module, with `--out` and `--seed`."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(out), help="checkpoint folder")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
 def device_option(parser: argparse.ArgumentParser) -> None:
     """Add the option `--device` of a recipe, or of an evaluation."""
     help_text = "where the model is, such as cuda"
@@ -494,11 +502,13 @@ def save_whole(model: Any, folder: Path) -> None:
     part.rmdir()
 
 
-def save_half(model: Any, folder: Path) -> None:
-    """The same in float16."""
+def save_half(model: Any, folder: Path, words: Any = None) -> None:
+    """The same in float16, with its tokenizer if one is given."""
     half = {n: v.half() if v.is_floating_point() else v for n, v in model.state_dict().items()}
     model.save_pretrained(folder, state_dict=half)
     (folder / "model.safetensors").chmod(0o644)
+    if words is not None:
+        words.save_pretrained(folder)
 
 
 def shares(marks: Iterable[tuple[str, bool]], names: Sequence[str] = ()) -> dict[str, float]:

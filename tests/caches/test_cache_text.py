@@ -190,6 +190,7 @@ def test_first_chunks_of_a_short_row_may_be_padding_alone(spec: str) -> None:
         ("falcon_h1", "snapkv:0.5+adakv", "packs whole layers"),
         ("gpt_neox", "expected_attention:0.5", "has no head_dim"),
         ("jamba", "expected_attention:0.5", "rotary positions"),
+        ("codegen", "retrieve:4", "has no num_key_value_heads"),
     ],
 )
 def test_what_cannot_act_says_so(name: str, spec: str, words: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from text_zoo import prompt, text_model
 from tiny_models import ALL_FAMILIES, Tiny, build, generate, tiny
 
 from mmfast.attach import attach
@@ -419,6 +420,24 @@ def test_calls_that_are_not_decoded_so_are_refused_in_one_line() -> None:
             assert "\n" not in str(found.value)
     stock = generate(this, inputs, 4)
     assert stock.sequences.shape[1] == inputs["input_ids"].shape[1] + 4
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon_alibi", "opt"])
+def test_models_whose_mask_tells_places_read_no_trees(name: str) -> None:
+    model, ids = text_model(name), prompt(12).repeat(1, 3)
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 16, "do_sample": False}
+    want = model.generate(ids, **given)
+    with attach(model, decode=TREE) as trace:
+        assert torch.equal(model.generate(ids, **given), want)
+    assert _drafts(trace)[0] > 0
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
+def test_recurrences_take_no_draft_back(name: str) -> None:
+    model = text_model(name)
+    with attach(model, decode=CHAIN), pytest.raises(ModelError, match="recurrences of") as found:
+        model.generate(prompt(12), max_new_tokens=4, do_sample=False)
+    assert "\n" not in str(found.value)
 
 
 @pytest.mark.parametrize(

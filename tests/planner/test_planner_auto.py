@@ -225,7 +225,7 @@ def test_the_line_says_where_it_is_kept(
         tick(1, 2, "another")
     told = capsys.readouterr().err
     assert told.count("once for it and this model") == 1
-    assert str(rates.rates_path(learner.key)).split("/")[-1] in told
+    assert str(rates.measured_path("rates", learner.key)).split("/")[-1] in told
 
 
 def test_a_user_without_a_home_is_planned_for(

@@ -29,9 +29,9 @@ from mmfast.decoding.speculation import DecodePlan
 from mmfast.models.decoder.drafters import BatchText, DraftRun, ModelDrafter
 from mmfast.models.decoder.reader import SequenceReader
 from mmfast.models.wrappers import decoder_of, layers_of
+from mmfast.ops.attention import rotate_at
 
 TRAINING = "python -m mmfast.decoding.train"
-_THETA = 10_000.0
 
 
 class ExitAdapter(nn.Module):
@@ -86,22 +86,12 @@ class ExitAdapter(nn.Module):
             each(x).unflatten(-1, (self._heads, -1)).transpose(1, 2)
             for each in (self.query, self.key, self.value)
         )
-        return _rotated(q, places), _rotated(k, places), v
+        return rotate_at(q, places), rotate_at(k, places), v
 
     def mixed(self, states: Tensor, attended: Tensor) -> Tensor:
         """States for the head `[B, n, D]`, from what the heads attended to, `[B, n, H, d]`."""
         found: Tensor = self.behind(states + self.out(attended.flatten(2)))
         return found
-
-
-def _rotated(x: Tensor, places: Tensor) -> Tensor:
-    """Rotary positions of places `[n]`, over the halves of `[B, H, n, d]`."""
-    half = x.shape[-1] // 2
-    rates = _THETA ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = places[:, None] * rates
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    one, other = x[..., :half], x[..., half:]
-    return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1)
 
 
 def new_adapter(model: Any, layer: int) -> ExitAdapter:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmfast.models.wrappers import position_axes
+from mmfast.ops.attention import rotate
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -73,7 +74,7 @@ class LeanDecoder:
     ) -> Tensor:
         layer, (cos, sin) = self.layers[index], position_embeddings
         query, key, value = _heads(layer.self_attn, self._norm(layer.input_layernorm, hidden))
-        both = _rotated(torch.cat((query, key), 1), cos, sin)
+        both = rotate(torch.cat((query, key), 1), cos, sin)
         query, key = both.split((query.shape[1], key.shape[1]), 1)
         found = attend(index, query, key, value).flatten(2)
         hidden = hidden + layer.self_attn.o_proj(found)
@@ -128,11 +129,6 @@ def _heads(attention: Any, hidden: Tensor) -> Sequence[Tensor]:
         query, key = attention.q_norm(query), attention.k_norm(key)
     value = attention.v_proj(hidden).view(shape)
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
-    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
 
 def _called(norm: Any, x: Tensor) -> Tensor:

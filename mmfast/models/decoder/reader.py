@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from mmfast.core.errors import ModelError, an
 from mmfast.models.cache_name import CACHE, RELEASE
@@ -54,6 +55,11 @@ class SequenceReader:
             del self._kwargs["attention_mask"]
         # A static cache of transformers 5.24 gives tokens back, but not those off a tree's path.
         if cache is None or not cache.is_croppable or is_static(cache):
+            if any(isinstance(each, LinearAttentionLayer) for each in getattr(cache, "layers", ())):
+                raise ModelError(
+                    "decode= takes drafts back, which the recurrences of "
+                    f"{type(model).__name__} cannot; leave it out"
+                )
             kind = type(cache).__name__
             raise ModelError(
                 f"decode= takes drafts back, which {an(kind)} cannot; leave out "
@@ -149,8 +155,6 @@ class SequenceReader:
     @property
     def whole(self) -> bool:
         """All layers hold the whole sequence, which may be padded."""
-        from transformers.cache_utils import DynamicLayer
-
         return all(
             plain_kind(layer) is DynamicLayer and not is_short(layer) for layer in self.cache.layers
         )
@@ -163,13 +167,13 @@ class SequenceReader:
 
     @property
     def _even(self) -> bool:
-        from transformers.cache_utils import DynamicLayer
-
+        config = self.model.config.get_text_config()
         return (
             self._attention in ("sdpa", "eager")
             and self._kwargs.get("attention_mask") is None
             and all(plain_kind(layer) is DynamicLayer for layer in self.cache.layers)
-            and not getattr(self.model.config.get_text_config(), "sliding_window", None)
+            and not getattr(config, "sliding_window", None)
+            and not getattr(config, "alibi", config.model_type == "bloom")  # of plain sequences
         )
 
     def _grown(self, count: int, depths: Tensor | None) -> dict[str, Any]:

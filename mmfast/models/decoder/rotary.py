@@ -45,7 +45,7 @@ class RawCapture:
 
     def __init__(self, decoder: Any) -> None:
         self._local = threading.local()
-        self.attentions = attentions(decoder)
+        self.attentions: dict[int, Any] = attentions(decoder)
         sites = [site for i, a in self.attentions.items() for site in _sites(i, a)]
         self._handles = [
             module.register_forward_hook(partial(self._note, name, layer, read))
@@ -86,7 +86,7 @@ class RawCapture:
         stack: list[Raw] | None = self._local.__dict__.get("stack")
         if not stack:
             return
-        heads = _heads_first(read(output), args[0], _width(self.attentions[layer]))
+        heads = _heads_first(read(output), args[0], self.attentions[layer].head_dim)
         for raw in stack:
             getattr(raw, name)[layer] = heads
 
@@ -112,6 +112,8 @@ def _sites(layer: int, attention: Any) -> Iterator[_Site]:
         raise _unreadable(layer, attention, "head_dim")
     fused = getattr(attention, _FUSED, None)
     if isinstance(fused, nn.Module):
+        if not hasattr(attention.config, "num_key_value_heads"):
+            raise _unreadable(layer, attention, "num_key_value_heads")
         key = attention.config.num_key_value_heads * attention.head_dim
         query = attention.config.num_attention_heads * attention.head_dim
         yield fused, "queries", layer, partial(_slice, 0, query)
@@ -150,10 +152,6 @@ def _heads_first(output: Tensor, given: Tensor, width: int) -> Tensor:
     first = near < far or (near == far and output.shape[1] == 1)
     heads: Tensor = output if first else output.transpose(1, 2)
     return heads
-
-
-def _width(attention: Any) -> int:
-    return int(attention.head_dim)
 
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [B, n, rotated width]

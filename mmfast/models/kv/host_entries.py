@@ -36,7 +36,7 @@ class Fetch:
         self._count = int(index.shape[-1])
         width = (keys.shape[3] + values.shape[3]) * keys.element_size()
         self.nbytes = keys.shape[0] * keys.shape[1] * self._count * width
-        lane = CopyLane(to) if _has_lanes(to) else None
+        lane = CopyLane(to) if to.type == "cuda" and torch.cuda.is_available() else None
         self._lane = lane
         work = copied if lane is None else lane.copied
         self._pair: Pair | Future[Pair] = _worker().submit(work, keys, values, index, to)
@@ -61,10 +61,6 @@ class Fetch:
         twin = object.__new__(Fetch)
         twin.__dict__.update(self.__dict__, _pair=self.pair())
         return twin
-
-
-def _has_lanes(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_available()
 
 
 @cache

@@ -82,10 +82,11 @@ class Attendance:
         if self._base.training and features_given(kwargs):  # else it would grow with every step
             self._trace.rows.clear()
             self._trace.reductions.clear()
-        cache = cache_of(kwargs)
-        first = cache is None or int(cache.get_seq_length()) == 0
         encoded, self._encoded = self._encoded, False
-        if self._stages and first and not encoded and not features_given(kwargs):
+        if not self._stages or encoded or features_given(kwargs):
+            return
+        cache = cache_of(kwargs)
+        if cache is None or int(cache.get_seq_length()) == 0:
             self._trace.warn(self._reason(kwargs))
 
     def _reason(self, kwargs: Mapping[str, Any]) -> str:

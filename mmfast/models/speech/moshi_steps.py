@@ -134,14 +134,11 @@ class MoshiSteps:
         kv, hidden = self.decoder.step(state.kv, embeds[:, None])
         hidden = hidden[:, -1]
         text = pick(self.model.decoder.lm_head(hidden), self.text)
-        codes = self.frames.frame(hidden, text, _inside(state.codes, self.no_code), self.audio)
+        draft = state.codes.clamp(max=self.no_code - 1)  # it must be a code
+        codes = self.frames.frame(hidden, text, draft, self.audio)
         own, out, whole = self.own_ring.gather(state.own, torch.cat([text[:, None], codes], dim=1))
         state = MoshiState(kv, state.user, own, text, codes)
         return state, MoshiFrame(out[:, 0], out[:, 1:], whole)
-
-
-def _inside(codes: Tensor, size: int) -> Tensor:
-    return codes.clamp(max=size - 1)  # a draft must be a code
 
 
 def _choose(rows: Tensor, new: DelayState, old: DelayState) -> DelayState:

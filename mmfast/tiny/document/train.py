@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -229,11 +228,9 @@ class PageTask(training.Task):
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = training.recipe_parser(__doc__, "tiny-document")
     add = parser.add_argument
-    add("--out", type=Path, default=Path("tiny-document"), help="checkpoint folder")
     add("--start", default=str(embedded_path("tiny-video")), help="model to start from")
-    add("--seed", type=int, default=0)
     add("--pages", type=int, default=1800, help="with things on them")
     add("--prints", type=int, default=2600, help="printed pages")
     add("--tower-minutes", type=float, default=20, help="of learning to read")

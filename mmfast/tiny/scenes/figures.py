@@ -17,10 +17,6 @@ def _around(angles: Floats, radii: Floats | float = 1.0) -> Floats:
     return np.asarray(found)
 
 
-def _circle(radius: float = 1.0) -> Floats:
-    return _around(np.linspace(0, 2 * np.pi, ROUND, endpoint=False), radius)
-
-
 def _polygon(rng: np.random.Generator) -> Outline:
     """A regular polygon of five to seven corners."""
     many = int(rng.integers(5, 8))
@@ -77,7 +73,8 @@ def _freeform(rng: np.random.Generator) -> Outline:
 
 def _hollow(rng: np.random.Generator) -> Outline:
     """A known shape of which only the line around it is drawn."""
-    known = [_circle(), *(CORNERS[name] for name in ("square", "triangle", "star"))]
+    disc = _around(np.linspace(0, 2 * np.pi, ROUND, endpoint=False))
+    known = [disc, *(CORNERS[name] for name in ("square", "triangle", "star"))]
     line = known[int(rng.integers(len(known)))]
     return (line, line * rng.uniform(0.55, 0.85))
 

@@ -345,10 +345,8 @@ def _weight(text: str) -> tuple[str, float]:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = training.recipe_parser(__doc__, NAME)
     add = parser.add_argument
-    add("--out", type=Path, default=Path(NAME), help="checkpoint folder")
-    add("--seed", type=int, default=0)
     add("--start", default=START, help="model to start from; one of this recipe keeps all it knows")
     add("--bank", type=Path, help="file that keeps the drawn clips; OUT/bank.npz by default")
     add("--clips", type=int, default=3000, help="clips of the world")

@@ -263,11 +263,9 @@ class Recipe:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = training.recipe_parser(__doc__, "tiny-speech")
     add = parser.add_argument
-    add("--out", type=Path, default=Path("tiny-speech"), help="checkpoint folder")
     add("--work", type=Path, default=Path("tiny-speech-work"), help="intermediate files")
-    add("--seed", type=int, default=0)
     add("--fit", type=int, default=1600, help="recordings that the codec is fitted to")
     add("--say", type=int, default=16000, help="recordings of what is said")
     add("--hear", type=int, default=12000, help="of what is heard")

@@ -430,10 +430,8 @@ def make_lesson(name: str, split: Split, options: argparse.Namespace) -> TurnLes
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("tiny-turns"), help="checkpoint folder")
+    parser = training.recipe_parser(__doc__, "tiny-turns")
     parser.add_argument("--speech", type=Path, help="speech model that knows ends, not embedded")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--turns", type=int, default=2000, help="turns with pauses")
     parser.add_argument("--murmurs", type=int, default=320, help="short utterances")
     parser.add_argument("--steps", type=int, default=1000)

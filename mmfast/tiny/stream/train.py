@@ -204,12 +204,10 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = training.recipe_parser(__doc__, "tiny-stream")
     add = parser.add_argument
-    add("--out", type=Path, default=Path("tiny-stream"), help="checkpoint folder")
     add("--start", help="model to start from; the embedded video model")
     add("--cache", type=Path, help="folder that keeps encoded clips between runs")
-    add("--seed", type=int, default=0)
     add("--facts", type=int, default=4000, help="clips of facts")
     add("--scenes", type=int, default=2000, help="clips of ordinary scenes")
     add("--minutes", type=float, default=45)

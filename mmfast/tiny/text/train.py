@@ -8,14 +8,12 @@ A run that was cut off goes on where it stopped: the same command again.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -273,18 +271,10 @@ def _by_kind(right: Tensor, kinds: Tensor) -> dict[str, float]:
     return {kind: float(marks.mean()) for kind, marks in known.items() if len(marks)}
 
 
-def save_checkpoint(folder: Path, task: TextTask) -> None:
-    """Write the model and its words in the ordinary format."""
-    training.save_half(task.model, folder)
-    task.words.save_pretrained(folder)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = training.recipe_parser(__doc__, NAME)
     add = parser.add_argument
-    add("--out", type=Path, default=Path(NAME), help="checkpoint folder")
-    add("--seed", type=int, default=0)
     add("--minutes", type=float, default=40.0)
     add("--rate", type=float, default=3e-3, help="peak learning rate")
     add("--longest", type=int, default=1024, help="tokens of the longest documents")
@@ -297,7 +287,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     log.start(seed=options.seed, minutes=options.minutes, longest=options.longest)
     task = TextTask(options.seed, options.rate, options.longest)
     course = training.Course("text", options.minutes, hold=0.6, watch=2)
-    training.train(task, course, log, partial(save_checkpoint, options.out, task), state)
+    save = partial(training.save_half, task.model, options.out, task.words)
+    training.train(task, course, log, save, state)
     for length in (1024, 4096, LONGEST):
         row = next(needle_rows([], options.questions, 1000, length, options.out))
         log({"stage": "evaluation", **row, "model": "this checkpoint"})

@@ -6,10 +6,8 @@ whole sentences alone, as an offline translator does; what it writes behind a pa
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -139,19 +137,9 @@ class TranslationTask(training.Task):
         return {"translation": [round(float(loss), 4), round(right, 4), round(whole, 4)]}
 
 
-def save_checkpoint(folder: Path, task: TranslationTask) -> None:
-    """Write the translator and its words in the ordinary format."""
-    training.save_half(task.model, folder)
-    task.words.save_pretrained(folder)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, default=Path("tiny-translate"), help="checkpoint folder"
-    )
-    parser.add_argument("--seed", type=int, default=0)
+    parser = training.recipe_parser(__doc__, "tiny-translate")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--rate", type=float, default=3e-3)
     options = parser.parse_args(argv)
@@ -159,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     log = training.Log(options.out)
     log.start(seed=options.seed, minutes=options.minutes)
     task = TranslationTask(options.seed, options.rate)
-    save = partial(save_checkpoint, options.out, task)
+    save = partial(training.save_half, task.model, options.out, task.words)
     training.train(task, training.Course("translation", options.minutes, watch=1), log, save)
     log.end()
     write_card(options.out, "tiny-translate")

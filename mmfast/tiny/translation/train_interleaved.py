@@ -6,7 +6,6 @@ lesson is a new sentence of the grammar at a random latency; one of four writes 
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -124,19 +123,9 @@ class InterleavedTask(training.Task):
         return {"interleaved": [round(float(loss), 4), *(round(share, 4) for share in shares)]}
 
 
-def save_checkpoint(folder: Path, task: InterleavedTask) -> None:
-    """Write the model and its words in the ordinary format."""
-    training.save_half(task.model, folder)
-    task.words.save_pretrained(folder)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--out", type=Path, default=Path("tiny-interleaved"), help="checkpoint folder"
-    )
-    parser.add_argument("--seed", type=int, default=0)
+    parser = training.recipe_parser(__doc__, "tiny-interleaved")
     parser.add_argument("--minutes", type=float, default=14.0)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--start", type=Path, help="go on from this checkpoint's weights")
@@ -147,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     note = {} if options.note is None else {"note": options.note}
     log.start(seed=options.seed, minutes=options.minutes, **note)
     task = InterleavedTask(options.seed, options.rate, options.start)
-    save = partial(save_checkpoint, options.out, task)
+    save = partial(training.save_half, task.model, options.out, task.words)
     training.train(task, training.Course("interleaved", options.minutes, watch=2), log, save)
     log.end(processor_seconds=round(time.process_time()))
     write_card(options.out, "tiny-interleaved")

@@ -28,6 +28,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from mmfast.ops.attention import rotate as turned
 from mmfast.tiny.video.clips import INPUT
 from mmfast.tiny.video.questions import WORDINGS
 from mmfast.tiny.video.scene import COLOURS, DIRECTIONS, IGNORE, PATCHES, SHAPES
@@ -219,9 +220,7 @@ def run_decoder(lm: Any, prefix: Tensor, text: Tensor, layout: DecoderLayout) ->
 
 def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     """Turn queries or keys `[B, h, n, d]` by cosines and sines `[B, n, d]` of their positions."""
-    cos, sin = (part[:, None] for part in turn)  # [B, 1, n, d]
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
+    return turned(x, *(part[:, None] for part in turn))  # [B, 1, n, d] each
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:

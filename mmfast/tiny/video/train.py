@@ -215,10 +215,8 @@ def plans(options: argparse.Namespace) -> list[StagePlan]:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = training.recipe_parser(__doc__, "tiny-video")
     add = parser.add_argument
-    add("--out", type=Path, default=Path("tiny-video"), help="checkpoint folder")
-    add("--seed", type=int, default=0)
     add("--clips", type=int, default=10000, help="clips that the tower learns from")
     add("--decoder-clips", type=int, default=6000, help="of them for the decoder")
     add("--tower-steps", type=int, default=520)

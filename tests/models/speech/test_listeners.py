@@ -89,7 +89,7 @@ def test_a_listener_writes_what_its_class_writes_by_hand(kind: str, load: Any) -
 def test_a_batch_is_one_by_one(kind: str, load: Any) -> None:
     this = load(kind)
     alone = [this.transcribe(sound, RATE) for sound in SOUNDS]
-    assert this.transcribe_batch(SOUNDS, RATE) == alone
+    assert this.hear(SOUNDS, RATE)[0] == alone
     assert this.hear(SOUNDS, RATE, batch=2)[0] == alone
 
 
@@ -99,7 +99,7 @@ def test_a_batch_shares_the_passes_of_the_model(kind: str, load: Any) -> None:
     calls: list[int] = []
     first = next(m for m in this.model.modules() if isinstance(m, torch.nn.modules.conv._ConvNd))
     with_hook = first.register_forward_hook(lambda m, args, out: calls.append(len(args[0])))
-    this.transcribe_batch(SOUNDS, RATE)
+    this.hear(SOUNDS, RATE)
     with_hook.remove()
     assert calls and set(calls) == {len(SOUNDS)}
 
@@ -107,7 +107,7 @@ def test_a_batch_shares_the_passes_of_the_model(kind: str, load: Any) -> None:
 @pytest.mark.parametrize("kind", ["whisper", "parakeet_ctc"])
 def test_silence_is_no_text_and_wrong_sound_is_refused(kind: str, load: Any) -> None:
     this = load(kind)
-    assert this.transcribe_batch([torch.zeros(RATE), SOUNDS[0], torch.zeros(0)], RATE) == [
+    assert this.hear([torch.zeros(RATE), SOUNDS[0], torch.zeros(0)], RATE)[0] == [
         "", this.transcribe(SOUNDS[0], RATE), "",
     ]  # fmt: skip
     for wrong in (torch.zeros(2, 100), torch.tensor([float("nan")]), torch.zeros(9).long(), [0.1]):
@@ -182,9 +182,9 @@ def test_dropped_frames_of_whisper_are_as_if_masked(load: Any) -> None:
 def test_all_frames_kept_change_nothing(kind: str, load: Any) -> None:
     this = load(kind)
     options = {"language": "en"} if kind in ("whisper", "qwen3_asr") else {}
-    stock = this.transcribe_batch(SOUNDS, RATE, **options)
+    stock, _ = this.hear(SOUNDS, RATE, **options)
     kept = this.tuned(reduce="divprune:1.0", **options)
-    assert kept.transcribe_batch(SOUNDS, RATE) == stock
+    assert kept.hear(SOUNDS, RATE)[0] == stock
 
 
 ACTING = [

@@ -59,6 +59,14 @@ def _opt() -> Any:
     return hf.OPTForCausalLM(hf.OPTConfig(**sizes, **more, **ends, max_position_embeddings=256))
 
 
+def _older(name: str, **more: Any) -> Callable[[], Any]:
+    sizes = {"vocab_size": WORDS, "n_layer": 2, "n_head": 4}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    return lambda: hf.AutoModelForCausalLM.from_config(
+        getattr(hf, f"{name}Config")(**sizes, **ends, **more)
+    )
+
+
 DENSE: dict[str, Callable[[], Any]] = {
     "llama": _plain("Llama"),
     "qwen2": _plain("Qwen2"),
@@ -113,7 +121,16 @@ HYBRID: dict[str, Callable[[], Any]] = {
         **_MAMBA,
     ),
 }
-SINGLE = {"gpt_oss", "mixtral", "qwen3_moe", *HYBRID}  # their kernels take no float64
+# Biases in place of positions, queries and keys in parts, recurrences alone.
+ODD: dict[str, Callable[[], Any]] = {
+    "bloom": _older("Bloom", hidden_size=32),
+    "falcon_alibi": _older(
+        "Falcon", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
+    ),
+    "codegen": _older("CodeGen", n_embd=32, n_positions=256, rotary_dim=4),
+    "mamba": _plain("Mamba", state_size=4),
+}
+SINGLE = {"gpt_oss", "mixtral", "qwen3_moe", *HYBRID, *ODD}  # their kernels take no float64
 TEXTS = {**DENSE, **WINDOWED, **HYBRID}
 
 
@@ -121,7 +138,7 @@ TEXTS = {**DENSE, **WINDOWED, **HYBRID}
 def text_model(name: str, scale: float = 3.0) -> Any:
     """A random model in float64 where it can be, its weights large enough for logits to differ."""
     torch.manual_seed(0)
-    model = TEXTS[name]().eval()
+    model = {**TEXTS, **ODD}[name]().eval()
     if name not in SINGLE:
         model = model.double()
     with torch.no_grad():

@@ -99,12 +99,6 @@ class StockListener:
         """Return what is said in sound `[n]`, "" for silence; MediaError: it is no sound."""
         return self.hear([pcm], rate, **options)[0][0]
 
-    def transcribe_batch(
-        self, sounds: Sequence[Tensor], rate: int = 16_000, **options: Any
-    ) -> list[str]:
-        """Return what is said in each sound `[n]`; they share the passes of the model."""
-        return self.hear(sounds, rate, **options)[0]
-
     def hear(
         self, sounds: Sequence[Tensor], rate: int = 16_000, batch: int = BATCH, **options: Any
     ) -> tuple[list[str], Trace]:
