@@ -25,6 +25,7 @@ _Overlay = Annotated[
 
 
 def ask(
+    context: typer.Context,
     media: Annotated[str, typer.Argument(help="Video or image file.")],
     question: Annotated[str, typer.Argument(help="What you want to know.")],
     model: shared.Model = None,
@@ -64,7 +65,9 @@ def ask(
     from mmfast.pipelines import pipeline
     from mmfast.pipelines.overlay import check_target, save_sheet
 
-    task = f"{kind_of(media)}-qa"
+    kind = kind_of(media)
+    shared.check_sampling(context, kind)
+    task = f"{kind}-qa"
     check_question(question)
     if save_overlay is not None:
         check_target(save_overlay)
@@ -142,6 +145,7 @@ def _check_every(reduce: str | None) -> None:
 
 
 def batch(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="Searched for clips and images to any depth.")],
     question: Annotated[
         list[str] | None, typer.Option("--question", "-q", help="Give it several times.")
@@ -186,6 +190,7 @@ def batch(
     from mmfast.models.quiet import quiet
     from mmfast.serve.batch.job import BatchJob, read_questions
 
+    shared.check_sampling(context)
     quiet()
     runner = _runner()
     asked = read_questions(question or [], questions)

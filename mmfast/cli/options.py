@@ -219,13 +219,30 @@ def check_apart(option: str, target: str | Path | None, *inputs: str | None) -> 
             )
 
 
+def given_by(context: typer.Context, name: str) -> bool:
+    """Return True for an option or argument that stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def check_sampling(context: typer.Context, kind: str = "video") -> None:
+    """Refuse (MmfastError) two ways to sample a clip; note one that a picture does not use."""
+    given = [f"--{name}" for name in ("frames", "fps") if given_by(context, name)]
+    if len(given) > 1:
+        raise MmfastError("--frames and --fps are two ways to sample a clip; leave one of them out")
+    if given and kind == "image":
+        from mmfast.cli.output import say_note
+
+        say_note(f"{given[0]} samples clips; a picture is taken as it is")
+
+
 def check_taken(context: typer.Context, way: str, taken: Collection[str]) -> None:
     """Refuse (MmfastError) options and arguments that a way to run a command would ignore."""
     for param in context.command.params:
-        name, source = str(param.name), context.get_parameter_source(str(param.name))
-        given = source is not None and source.name == "COMMANDLINE"
-        if given and context.params.get(name) is not None and name not in taken:
-            shown = param.opts[0] if param.param_type_name == "option" else name.upper()
+        name = str(param.name)
+        if given_by(context, name) and context.params.get(name) is not None and name not in taken:
+            off = context.params[name] is False and param.secondary_opts  # --no-speed
+            shown = (off or param.opts)[0] if param.param_type_name == "option" else name.upper()
             raise MmfastError(f"{way} does not use {shown}; leave it out")
 
 

@@ -75,7 +75,7 @@ def plan(
     else:
         options = {"model": model, "device": device, "dtype": dtype, "frames": frames}
         options["max_new_tokens"] = max_new_tokens
-        made, ms = _of_media(target, str(media), question, options, check, fresh)
+        made, ms = _of_media(context, target, str(media), question, options)
     _print(made, target, ms, as_json)
 
 
@@ -95,7 +95,7 @@ def _check_given(context: typer.Context) -> None:
 
 
 def _of_media(
-    target: Target, media: str, question: str, options: dict[str, Any], check: bool, fresh: bool
+    context: typer.Context, target: Target, media: str, question: str, options: dict[str, Any]
 ) -> tuple[Plan, float | None]:
     from statistics import median
 
@@ -104,11 +104,13 @@ def _of_media(
     from mmfast.pipelines import pipeline
 
     check_question(question)
-    task = f"{kind_of(media)}-qa"
+    kind, check = kind_of(media), context.params["check"]
+    shared.check_sampling(context, kind)
+    task = f"{kind}-qa"
     pipe = pipeline(task, **options)
     if check:
         pipe(media, question)  # the first call of a process is slower in every part
-    if fresh:
+    if context.params["fresh"]:
         pipe.planner.planner.learner.forget()
     with progress("measuring this device") as tick:
         made = pipe.plan(media, question, tick=tick, target=target)

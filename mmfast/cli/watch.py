@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from mmfast.cli import options as options
 from mmfast.cli.options import Device, Dtype, Json, Model, Reduce
-from mmfast.cli.output import _err, print_json, say_note
+from mmfast.cli.output import _err, print_json, say_dim, say_note
 from mmfast.core.errors import MmfastError
 
 
@@ -202,7 +202,7 @@ class WatchRun:
     ) -> None:
         stats = self.session.stats()
         if not self.as_json:
-            return _err.print(line_of(stats), style="dim", highlight=False)
+            return say_dim(line_of(stats))
         document = {"source": source, "answers": self.answers, "events": self.events}
         texts = {"error": error and str(error), "saved": save and str(save)}
         print_json({**document, "interrupted": interrupted, **texts, "stats": stats})
