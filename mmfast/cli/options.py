@@ -246,6 +246,12 @@ def check_taken(context: typer.Context, way: str, taken: Collection[str]) -> Non
             raise MmfastError(f"{way} does not use {shown}; leave it out")
 
 
+def check_answer(max_new_tokens: int) -> None:
+    """Refuse (MmfastError) answers without a token, before a stream is watched or a plan made."""
+    if max_new_tokens < 1:
+        raise MmfastError(f"--max-new-tokens {max_new_tokens} answers nothing; give at least 1")
+
+
 def check_threads(threads: int | None) -> None:
     """Refuse (MmfastError) a number of threads that computes nothing or exhausts the machine."""
     most = max(256, os.cpu_count() or 1)

@@ -88,10 +88,7 @@ def _check_given(context: typer.Context) -> None:
         shared.check_taken(context, "--preset", _ALWAYS | {"preset"})
     else:
         shared.check_taken(context, "plan", _ALWAYS | {"media", "question", "model"})
-    if given["max_new_tokens"] < 1:
-        raise MmfastError(
-            f"--max-new-tokens {given['max_new_tokens']} answers nothing; give at least 1"
-        )
+    shared.check_answer(given["max_new_tokens"])
 
 
 def _of_media(

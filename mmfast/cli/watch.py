@@ -57,8 +57,11 @@ def watch(
     questions = times_of(ask or [], every, ask_at or [])
     if (probe or yes or threshold != 0.6) and not tell_me_when:
         raise MmfastError("--probe, --yes and --threshold need a condition; give --tell-me-when")
+    if not 0 <= threshold <= 1:
+        raise MmfastError(f"--threshold {threshold} is no probability; give 0 to 1")
+    options.check_answer(max_new_tokens)
     check_plan(plan_cache(None if memory == AUTO else memory))  # before any weight is read
-    parse_bytes(host_bytes)
+    parse_bytes(host_bytes, "--host-bytes ")
     given: dict[str, Any] = {"reduce": reduce, "frame_cache": frame_cache, "gate": gate}
     given |= {"weights": weights, "decode": decode}
     pipe = pipeline("video-stream", model, device=device, dtype=dtype, fps=fps, **given)

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -716,6 +717,11 @@ def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(MmfastError, match=r'pip install "mmfast\[demo\]"'):
         serve._application(None, None, "auto")
+    shelf = Mock()
+    monkeypatch.setattr(serve, "_application", lambda *_: (None, shelf))
+    with bind("127.0.0.1", 0) as taken, pytest.raises(MmfastError, match="cannot listen"):
+        serve.demo(port=taken.getsockname()[1])
+    shelf.warm_soon.assert_not_called()
 
 
 @pytest.mark.slow
