@@ -60,14 +60,11 @@ def ask(
     check_names([reduce], [cache], [prefill])
     _check_every(reduce)
     quiet()
-    from mmfast.frontends.image import kind_of
     from mmfast.models.prompt import ScopeWarning, check_question
     from mmfast.pipelines import pipeline
     from mmfast.pipelines.overlay import check_target, save_sheet
 
-    kind = kind_of(media)
-    shared.check_sampling(context, kind)
-    task = f"{kind}-qa"
+    task = shared.task_of(context, media)
     check_question(question)
     if save_overlay is not None:
         check_target(save_overlay)

@@ -181,8 +181,6 @@ def evaluate(
     reduce, cache = ([*dict.fromkeys(specs or [])] for specs in (reduce, cache))
     _check_asked(reduce, cache, prefill, n)
     _check_given(context, "eval" if data is None else "data")
-    if not resume and out is None:
-        raise MmfastError("--no-resume asks again what --out has; give --out, too, or neither")
     given = context.params | {"reduce": reduce, "cache": cache}
     if data is not None:
         return eval_data(given, context.get_parameter_source("n"))
@@ -366,6 +364,8 @@ def _check_given(context: typer.Context, way: str) -> None:
     named = {"bench": "bench", "eval": "eval without --data"}
     shown = named.get(way, f"--{way.replace('_', '-')}")
     options.check_taken(context, shown, _TAKES.get(way, {"out"}) | {way, "as_json"})
+    if context.params["out"] is None and not context.params.get("resume", True):
+        raise MmfastError("--no-resume asks again what --out has; give --out, too, or neither")
 
 
 def bench(

@@ -225,15 +225,23 @@ def given_by(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def check_sampling(context: typer.Context, kind: str = "video") -> None:
-    """Refuse (MmfastError) two ways to sample a clip; note one that a picture does not use."""
+def check_sampling(context: typer.Context) -> list[str]:
+    """Return the options that sample a clip; MmfastError where two ways to do so are given."""
     given = [f"--{name}" for name in ("frames", "fps") if given_by(context, name)]
     if len(given) > 1:
         raise MmfastError("--frames and --fps are two ways to sample a clip; leave one of them out")
-    if given and kind == "image":
-        from mmfast.cli.output import say_note
+    return given
 
+
+def task_of(context: typer.Context, media: str) -> str:
+    """Return the task for a file, and note an option that samples a picture."""
+    from mmfast.cli.output import say_note
+    from mmfast.frontends.image import kind_of
+
+    kind, given = kind_of(media), check_sampling(context)
+    if given and kind == "image":
         say_note(f"{given[0]} samples clips; a picture is taken as it is")
+    return f"{kind}-qa"
 
 
 def check_taken(context: typer.Context, way: str, taken: Collection[str]) -> None:

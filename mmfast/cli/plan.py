@@ -96,14 +96,11 @@ def _of_media(
 ) -> tuple[Plan, float | None]:
     from statistics import median
 
-    from mmfast.frontends.image import kind_of
     from mmfast.models.prompt import check_question
     from mmfast.pipelines import pipeline
 
     check_question(question)
-    kind, check = kind_of(media), context.params["check"]
-    shared.check_sampling(context, kind)
-    task = f"{kind}-qa"
+    task, check = shared.task_of(context, media), context.params["check"]
     pipe = pipeline(task, **options)
     if check:
         pipe(media, question)  # the first call of a process is slower in every part

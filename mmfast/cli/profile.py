@@ -56,7 +56,6 @@ def profile(
     quiet()
     from mmfast.bench.profile import profile_request, write_flame
     from mmfast.bench.timing import threads_set
-    from mmfast.frontends.image import kind_of
     from mmfast.models.prompt import check_question
     from mmfast.pipelines import pipeline
 
@@ -64,9 +63,8 @@ def profile(
     given: dict[str, Any] = {"reduce": reduce, "cache": cache, "decode": decode}
     given |= {"weights": weights, "prefill": prefill, "attn": attn}
     given |= {"encoder": encoder, "frames": frames, "fps": fps, "max_new_tokens": max_new_tokens}
-    kind = kind_of(media)
-    shared.check_sampling(context, kind)
-    pipe = pipeline(f"{kind}-qa", model, device=device, dtype=dtype, **given)
+    task = shared.task_of(context, media)
+    pipe = pipeline(task, model, device=device, dtype=dtype, **given)
     if as_json:
         pipe.tick = shared.silent
     with progress("profile") as tick, nullcontext() if threads is None else threads_set(threads):

@@ -55,10 +55,7 @@ def watch(
     if save is not None:
         check_folder(save)
     questions = times_of(ask or [], every, ask_at or [])
-    if (probe or yes or threshold != 0.6) and not tell_me_when:
-        raise MmfastError("--probe, --yes and --threshold need a condition; give --tell-me-when")
-    if not 0 <= threshold <= 1:
-        raise MmfastError(f"--threshold {threshold} is no probability; give 0 to 1")
+    _check_looks(bool(tell_me_when), bool(probe or yes), threshold)
     options.check_answer(max_new_tokens)
     check_plan(plan_cache(None if memory == AUTO else memory))  # before any weight is read
     parse_bytes(host_bytes, "--host-bytes ")
@@ -77,6 +74,14 @@ def watch(
     way: dict[str, Any] = {"latency": latency, "realtime": realtime}
     way["allow_network"] = allow_network and hosts_of(source)
     session_run.run(camera_or_path(source), save, **way)
+
+
+def _check_looks(told: bool, asked: bool, threshold: float) -> None:
+    """Refuse options of a condition without one, and a threshold that no probability reaches."""
+    if (asked or threshold != 0.6) and not told:
+        raise MmfastError("--probe, --yes and --threshold need a condition; give --tell-me-when")
+    if not 0 <= threshold <= 1:
+        raise MmfastError(f"--threshold {threshold} is no probability; give 0 to 1")
 
 
 @dataclass

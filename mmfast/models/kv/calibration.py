@@ -67,15 +67,8 @@ def calibrate_heads(
     if not hasattr(model, "get_decoder"):
         fix = "give a model, such as AutoModelForCausalLM.from_pretrained(…)"
         raise ModelError(f"{an(type(model).__name__)} has no decoder with heads; {fix}")
-    if prompts is None and length < (least := 4 * (sink + recent)):
-        raise ModelError(
-            f"length={length}: half a prompt back is within what streaming heads see; give {least}"
-        )
-    most = longest_prompt(model)
-    if prompts is None and most is not None and length > most:
-        raise ModelError(
-            f"length={length} is more than {an(type(model).__name__)} reads; give at most {most}"
-        )
+    if prompts is None:
+        _check_drawn(model, length, 4 * (sink + recent))
     given = _drawn(model, count, length, seed) if prompts is None else prompts
     sums, lessons = _looked(model, given, sink, recent, gates)
     if not sums or any(not each.count for each in sums.values()):
@@ -89,6 +82,19 @@ def calibrate_heads(
     if save is not None:
         found.save(save)
     return found
+
+
+def _check_drawn(model: Any, length: int, least: int) -> None:
+    """Refuse made prompts that are too short to look back in, or longer than the model reads."""
+    most = longest_prompt(model)
+    if length < least:
+        raise ModelError(
+            f"length={length}: half a prompt back is within what streaming heads see; give {least}"
+        )
+    if most is not None and length > most:
+        raise ModelError(
+            f"length={length} is more than {an(type(model).__name__)} reads; give at most {most}"
+        )
 
 
 def _looked(
