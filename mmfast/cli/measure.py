@@ -179,7 +179,7 @@ def evaluate(
 
     quiet()
     reduce, cache = ([*dict.fromkeys(specs or [])] for specs in (reduce, cache))
-    _check_asked(reduce, cache, prefill, n)
+    _check_asked(reduce, cache, prefill, n, seed)
     _check_given(context, "eval" if data is None else "data")
     given = context.params | {"reduce": reduce, "cache": cache}
     if data is not None:
@@ -212,8 +212,10 @@ def evaluate(
     output.print_eval(document, as_json)
 
 
-def _check_asked(reduce: list[str], cache: list[str], prefill: str | None, n: int) -> None:
-    """Refuse unknown names in specs, and what asks nothing."""
+def _check_asked(
+    reduce: list[str], cache: list[str], prefill: str | None, n: int, seed: int
+) -> None:
+    """Refuse unknown names in specs, what asks nothing, and a seed that is none."""
     from mmfast.core.spec import check_names, is_auto
 
     check_names(reduce, cache, [prefill])
@@ -221,14 +223,14 @@ def _check_asked(reduce: list[str], cache: list[str], prefill: str | None, n: in
         raise MmfastError(f"--reduce {odd[0]!r} checks the answers of a pipeline; write 'auto'")
     if n < 1:
         raise MmfastError(f"--n {n} asks nothing; give at least 1")
+    if seed < 0:
+        raise MmfastError(f"--seed {seed} is no seed; give 0 or more")
 
 
 def _check_suite(suite: str, given: dict[str, Any]) -> None:
     """Refuse what a suite would ignore, and an unknown form of weights, method or back end."""
     if suite != "needles" and (given["aware"] or given["length"] != 4096):
         raise MmfastError(f"--suite {suite} takes no --length and no --aware; leave them out")
-    if given["seed"] < 0:
-        raise MmfastError(f"--seed {given['seed']} is no seed; give 0 or more")
     if suite not in ("stream", "history") and given["seconds"] != 960:
         raise MmfastError(f"--suite {suite} takes no --seconds; leave it out")
     if suite == "speech" and (given["reduce"] or given["cache"]):
