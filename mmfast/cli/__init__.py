@@ -250,9 +250,7 @@ def _usage(error: Any, args: list[str]) -> str:
     if type(error).__name__ == "NoSuchOption" and context is not None:
         known = (name for each in context.command.params for name in each.opts)
         text = unknown("option", error.option_name, [n for n in known if n.startswith("-")])
-    found: Any = getattr(
-        error.__cause__, "errors", list
-    )()  # of pydantic: typer leaves the value out
+    found: Any = getattr(error.__cause__, "errors", list)()  # typer leaves out the value
     if found:
         text = text.replace("Invalid value for", f"Invalid value {found[0]['input']!r} for", 1)
     if "requires 2 arguments" in text:  # `bench --compare` alone; its context is not known here

@@ -90,7 +90,9 @@ def _kept(reuse: str | None, folder: Path | None) -> dict[str, Any]:
     """Return what later questions find, and the folder of it, as options of a pipeline."""
     from mmfast.planner.rates import cache_folder
 
-    if reuse is None and folder is None:
+    if reuse is None and folder is not None:
+        raise MmfastError("--reuse-folder keeps nothing without --reuse; give --reuse prefix, too")
+    if reuse is None:
         return {}
     return {"reuse": reuse, "store": folder or cache_folder() / "reuse"}
 

@@ -187,7 +187,7 @@ def print_answer(answer: Any, as_json: bool) -> None:
     rows = [
         (r.label, r.tokens_in, r.tokens_out, r.ms, r.peak_bytes / 1e6) for r in answer.trace.rows
     ]
-    _table(_err, ("stage", "tokens in", "out", "ms", "peak MB"), rows)
+    print_rows(("stage", "tokens in", "out", "ms", "peak MB"), rows, errors=True)
 
 
 def made_up(doubts: Sequence[Any]) -> str:

@@ -58,6 +58,7 @@ def test_threads_are_as_many_as_a_machine_bears(
         (("leaderboard", "--compare", "a"), "2 arguments: two leaderboard.json files"),
         (("methods", "--kind", "cache", "--sort", "ttft"), "not cache; give --for kv"),
         (("eval", "--data", "mine.jsonl", "--seed", "-1"), "--seed -1 is no seed; give 0 or more"),
+        (("ask", CLIP, QUESTION, "--reuse-folder", "."), "without --reuse; give --reuse prefix"),
         (("eval", "--no-resume"), "--no-resume asks again what --out has; give --out, too"),
         (("ask", CLIP, QUESTION, "--frames", "4", "--fps", "2"), "two ways to sample a clip"),
         (("profile", CLIP, QUESTION, "--fps", "2", "--frames", "4"), "two ways to sample a clip"),

@@ -13,13 +13,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli_runs import fails, run
 
 from mmfast import cli
 from mmfast.bench import registry as bench_registry
-from mmfast.cli.output import JsonRows, print_json, print_rows, say_dim
+from mmfast.cli.output import JsonRows, print_answer, print_json, print_rows, say_dim
 from mmfast.cli.profile import show_profile
 from mmfast.planner.rates import Rates, read_rates, write_rates
 
@@ -175,6 +176,15 @@ def test_names_with_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixtu
     say_dim(f"{' '.join(words)} {'long ' * 40}")
     for text, lines in zip(capsys.readouterr(), (2, 3), strict=True):
         assert text.count("\n") == lines and all(text.count(word) == lines for word in words)
+
+
+def test_a_trace_keeps_a_row_on_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    row = SimpleNamespace(label="long " * 20, tokens_in=2, tokens_out=1, ms=1.0, peak_bytes=1)
+    trace = SimpleNamespace(rows=[row], notes=[])
+    figures = {"kept_tokens": 1, "visual_tokens": 2, "ttft_ms": 3.0, "doubts": None, "plan": None}
+    print_answer(SimpleNamespace(text="left", note="", trace=trace, **figures), False)
+    out, err = capsys.readouterr()
+    assert out == "left\n" and err.count("\n") == 3
 
 
 def test_what_a_profile_does_not_name_has_a_share(capsys: pytest.CaptureFixture[str]) -> None:
