@@ -714,14 +714,15 @@ def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
     serve = importlib.import_module("mmfast.cli.serve")
     with bind("127.0.0.1", 0) as taken, pytest.raises(MmfastError, match="0 takes a free one"):
         bind("127.0.0.1", taken.getsockname()[1])
+    warm = Mock()
+    monkeypatch.setattr(Shelf, "warm_soon", warm)
+    monkeypatch.setattr("mmfast.demos.app.mount", lambda app, *_, **__: app)
+    with bind("127.0.0.1", 0) as taken, pytest.raises(MmfastError, match="cannot listen"):
+        serve.demo(port=taken.getsockname()[1])
+    warm.assert_not_called()  # no thread loads a model while the process ends
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(MmfastError, match=r'pip install "mmfast\[demo\]"'):
         serve._application(None, None, "auto")
-    shelf = Mock()
-    monkeypatch.setattr(serve, "_application", lambda *_: (None, shelf))
-    with bind("127.0.0.1", 0) as taken, pytest.raises(MmfastError, match="cannot listen"):
-        serve.demo(port=taken.getsockname()[1])
-    shelf.warm_soon.assert_not_called()
 
 
 @pytest.mark.slow
