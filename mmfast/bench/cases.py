@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -100,6 +101,17 @@ def video_grid(preset: Preset, frames: int) -> tuple[int, int, int]:
             f"--frames {frames}: {preset.name} takes pairs of frames; give an even number"
         )
     return frames // 2, rows // 2, columns // 2  # two frames a step, 2 x 2 patches a token
+
+
+def check_frames(preset: Preset, frames: int) -> None:
+    """Refuse a clip that a shape cannot read: a long one ends the process, not the allocation."""
+    tokens = math.prod(video_grid(preset, frames))
+    most = model_config(preset, ()).get_text_config().max_position_embeddings
+    if tokens > most:
+        raise MmfastError(
+            f"--frames {frames}: {tokens:,} visual tokens are more than the {most:,} positions of "
+            f"{preset.name}; give at most {most * frames // tokens}"
+        )
 
 
 def prompt_inputs(

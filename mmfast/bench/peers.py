@@ -240,7 +240,9 @@ def peer_python(engine: str, envs: Path | None, install: bool) -> Path:
     if python.is_file() and not subprocess.run([python, "-c", code], check=False).returncode:
         return python
     if not install:
-        raise PeerError(f"no environment {engine!r} with {module} in --envs; --install makes it")
+        raise PeerError(
+            f"no environment {engine!r} with {module} in {str(envs)!r}; --install makes it"
+        )
     venv.create(python.parents[1], with_pip=True)
     override = python.parents[1] / "override.txt"
     override.write_text(OVERRIDES.get(engine, "") + "\n", encoding="ascii")

@@ -19,10 +19,10 @@ from mmfast.attach import attach
 from mmfast.bench.cases import (
     Case,
     build,
+    check_frames,
     model_config,
     pick_dtype,
     pixel_inputs,
-    video_grid,
 )
 from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.results import Row, dtype_name, environment
@@ -47,7 +47,7 @@ def shape_planner(
     """Return a planner for a shape with random weights, of one layer and block, and its inputs."""
     shape, where = get_preset(preset), pick_device(device)
     kind = pick_dtype(dtype, shape, where)
-    video_grid(shape, frames)
+    check_frames(shape, frames)
     case = build(preset, (), frames, where, kind)
     pixels = {
         k: v.to(where, kind if v.is_floating_point() else v.dtype)

@@ -31,6 +31,7 @@ from mmfast.core.files import whole_file
 from mmfast.core.trace import settled
 from mmfast.models.cache_name import cache_of
 from mmfast.models.wrappers import base_of, decoder_of
+from mmfast.planner.auto import say
 
 PARTS = ("prepare", "tower", "projector", "prefill", "decode", "head", "generate")
 _PROJECTORS = ("multi_modal_projector", "connector", "merger", "embed_vision", "projector")
@@ -253,6 +254,7 @@ def profile_request(
     known = sum(plain.costs[part].ms for part in names)
     document = {
         "answer": answer.text,
+        "plan": answer.plan and say(answer.plan),
         "device": str(model.device.type),
         "dtype": str(dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),

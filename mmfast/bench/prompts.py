@@ -46,6 +46,8 @@ def own_prompts(pair: tuple[Any, Any], data: Path, count: int, length: int) -> I
             text = data.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise MmfastError(f"cannot read {str(data)!r} ({error}); give a text") from None
+        if not text.strip():
+            raise MmfastError(f"{str(data)!r} holds no words; give a text to read prompts from")
         words = getattr(reader, "tokenizer", reader)
         ids = words(text, return_tensors="pt").input_ids.to(model.device)
         yield from ({"input_ids": some} for some in ids.split(length, 1)[:count])

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mmfast.bench import timing
-from mmfast.bench.cases import Case, build, pick_dtype, video_grid
+from mmfast.bench.cases import Case, build, check_frames, pick_dtype
 from mmfast.bench.gate import Checked, check
 from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.results import Row, dtype_name, environment
@@ -305,7 +305,7 @@ def run_bench(
     wanted = ("llm", *asked) if alone else asked  # it is measured inside another stage
     specs = expand(reduce, parse_keep(keep))
     kind = pick_dtype(dtype, shape, where)
-    video_grid(shape, frames)
+    check_frames(shape, frames)
     cuda, count = where.type == "cuda", _positive("threads", threads)
     rounds = _positive("iters", iters) or (30 if cuda else 10 if preset == "tiny" else 5)
     there: AbstractContextManager[Any] = torch.cuda.device(where) if cuda else nullcontext()

@@ -250,8 +250,12 @@ def _usage(error: Any, args: list[str]) -> str:
     if type(error).__name__ == "NoSuchOption" and context is not None:
         known = (name for each in context.command.params for name in each.opts)
         text = unknown("option", error.option_name, [n for n in known if n.startswith("-")])
+    found: Any = getattr(error.__cause__, "errors", list)()  # typer leaves out the value
+    if found:
+        text = text.replace("Invalid value for", f"Invalid value {found[0]['input']!r} for", 1)
     if "requires 2 arguments" in text:  # `bench --compare` alone; its context is not known here
-        text = f"{text.rstrip('.')}: two files of rows, the older one first"
+        kind = "leaderboard.json files" if "leaderboard" in args else "files of rows"
+        text = f"{text.rstrip('.')}: two {kind}, the older one first"
     # An option without its value comes without a context.
     called = " ".join(["mmfast", *(args[:1] if args[:1] and args[0] in COMMANDS else ())])
     return f"{text} (see {context.command_path if context else called} --help)"

@@ -25,6 +25,7 @@ _Overlay = Annotated[
 
 
 def ask(
+    context: typer.Context,
     media: Annotated[str, typer.Argument(help="Video or image file.")],
     question: Annotated[str, typer.Argument(help="What you want to know.")],
     model: shared.Model = None,
@@ -59,12 +60,11 @@ def ask(
     check_names([reduce], [cache], [prefill])
     _check_every(reduce)
     quiet()
-    from mmfast.frontends.image import kind_of
     from mmfast.models.prompt import ScopeWarning, check_question
     from mmfast.pipelines import pipeline
     from mmfast.pipelines.overlay import check_target, save_sheet
 
-    task = f"{kind_of(media)}-qa"
+    task = shared.task_of(context, media)
     check_question(question)
     if save_overlay is not None:
         check_target(save_overlay)
@@ -90,7 +90,9 @@ def _kept(reuse: str | None, folder: Path | None) -> dict[str, Any]:
     """Return what later questions find, and the folder of it, as options of a pipeline."""
     from mmfast.planner.rates import cache_folder
 
-    if reuse is None and folder is None:
+    if reuse is None and folder is not None:
+        raise MmfastError("--reuse-folder keeps nothing without --reuse; give --reuse prefix, too")
+    if reuse is None:
         return {}
     return {"reuse": reuse, "store": folder or cache_folder() / "reuse"}
 
@@ -142,6 +144,7 @@ def _check_every(reduce: str | None) -> None:
 
 
 def batch(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="Searched for clips and images to any depth.")],
     question: Annotated[
         list[str] | None, typer.Option("--question", "-q", help="Give it several times.")
@@ -186,6 +189,7 @@ def batch(
     from mmfast.models.quiet import quiet
     from mmfast.serve.batch.job import BatchJob, read_questions
 
+    shared.check_sampling(context)
     quiet()
     runner = _runner()
     asked = read_questions(question or [], questions)

@@ -100,7 +100,7 @@ def read_codes(path: str, codec: Any) -> Tensor:
 
 
 def _print(codec: Any, codes: Tensor, seconds: float, as_json: bool) -> None:
-    from mmfast.cli.output import _err, print_json
+    from mmfast.cli.output import print_json, say_dim
 
     bits = codes.shape[0] * math.log2(codec.size) * codec.frame_rate if codec.size else None
     length = codes.shape[1] / codec.frame_rate
@@ -118,4 +118,4 @@ def _print(codec: Any, codes: Tensor, seconds: float, as_json: bool) -> None:
     if as_json:
         return print_json(document)
     rate = f"{document['bits_per_second']} bits a second" if bits else "latents"
-    _err.print(f"{codec!r} · {length:.2f} s · {rate}", style="dim", highlight=False)
+    say_dim(f"{codec!r} · {length:.2f} s · {rate}")

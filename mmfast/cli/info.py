@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from inspect import Parameter
 from pathlib import Path
@@ -51,7 +51,8 @@ def methods(
     if sort or media:
         kind, of = "cache" if media == "kv" else "reducer", kind
         if of not in (None, kind):
-            raise MmfastError(f"--for {media or 'video'} is about kind {kind}, not {of}")
+            other = "; give --for kv" if of == "cache" else "; leave --kind out"
+            raise MmfastError(f"--for {media or 'video'} is about kind {kind}, not {of}{other}")
         return _show_measured(listed(kind), media or "video", sort or "accuracy", as_json)
     cells = []
     for m in listed(kind):
@@ -137,7 +138,7 @@ def _show_measured(rows: Sequence[Method], media: str, sort: str, as_json: bool)
 
 def doctor(as_json: Json = False) -> None:
     """Show versions, devices and backends, what is missing and how to get it."""
-    rows = checks()
+    rows = [row if not row.ok else replace(row, fix="") for row in checks()]
     cells = [(r.what, "ok" if r.ok else "missing", r.found, r.fix) for r in rows]
     print_table([asdict(row) for row in rows], as_json, ("what", "", "found", "fix"), cells)
     if not all(row.ok for row in rows if row.required):

@@ -178,19 +178,21 @@ def evaluate(
     from mmfast.models.quiet import quiet
 
     quiet()
-    _check_asked(reduce or [], cache or [], prefill, n)
+    reduce, cache = ([*dict.fromkeys(specs or [])] for specs in (reduce, cache))
+    _check_asked(reduce, cache, prefill, n, seed)
     _check_given(context, "eval" if data is None else "data")
+    given = context.params | {"reduce": reduce, "cache": cache}
     if data is not None:
-        return eval_data(context.params, context.get_parameter_source("n"))
+        return eval_data(given, context.get_parameter_source("n"))
+    _check_suite(suite, given)
     output.keep_rows(out, [])  # from here on Ctrl-C tells of them
     from mmfast.caches.plan import call_plan, plan_cache
 
     asked: dict[str, Any] = {"weights": weights, "prefill": prefill, "attn": attn}
-    _check_suite(suite, context.params)
-    for spec in cache or []:  # a stream reads again what its score policy has let go
+    for spec in cache:  # a stream reads again what its score policy has let go
         plan_cache(spec) if suite == "stream" else call_plan(spec)
     if suite in _OTHERS:
-        return eval_own_suite(suite, context.params)
+        return eval_own_suite(suite, given)
     from mmfast.bench.results import environment, eval_rows
     from mmfast.tiny.evaluate import run_eval
     from mmfast.tiny.suites import SUITES
@@ -198,11 +200,11 @@ def evaluate(
     if suite not in SUITES:
         raise MmfastError(unknown("suite", suite, (*SUITES, *_OTHERS)))
     environ = environment()  # of the code that is about to run, not of the tree hours later
-    specs = [_chosen(model, suite, as_json) if is_auto(spec) else spec for spec in reduce or []]
-    with kept_results(context.params, **asked) as kept, output.progress("eval") as tick:
+    specs = [_chosen(model, suite, as_json) if is_auto(spec) else spec for spec in reduce]
+    with kept_results(given, **asked) as kept, output.progress("eval") as tick:
         document = run_eval(
             specs,
-            **dict(asked, n=n, seed=seed, model=model, name=suite, caches=list(cache or [])),
+            **dict(asked, n=n, seed=seed, model=model, name=suite, caches=cache),
             progress=lambda spec, done, total: tick(done, total, spec),
             sink=lambda document: output.keep_rows(out, kept.new(eval_rows(document, environ))),
             known=kept.find,
@@ -210,8 +212,10 @@ def evaluate(
     output.print_eval(document, as_json)
 
 
-def _check_asked(reduce: list[str], cache: list[str], prefill: str | None, n: int) -> None:
-    """Refuse unknown names in specs, and what asks nothing."""
+def _check_asked(
+    reduce: list[str], cache: list[str], prefill: str | None, n: int, seed: int
+) -> None:
+    """Refuse unknown names in specs, what asks nothing, and a seed that is none."""
     from mmfast.core.spec import check_names, is_auto
 
     check_names(reduce, cache, [prefill])
@@ -219,20 +223,14 @@ def _check_asked(reduce: list[str], cache: list[str], prefill: str | None, n: in
         raise MmfastError(f"--reduce {odd[0]!r} checks the answers of a pipeline; write 'auto'")
     if n < 1:
         raise MmfastError(f"--n {n} asks nothing; give at least 1")
+    if seed < 0:
+        raise MmfastError(f"--seed {seed} is no seed; give 0 or more")
 
 
 def _check_suite(suite: str, given: dict[str, Any]) -> None:
-    """Refuse an unknown form of weights, method or back end, and what a suite would ignore."""
-    from mmfast.models.attention import check_attn
-    from mmfast.models.packing import plan_weights
-    from mmfast.prefill.plan import plan_prefill
-
-    for name, check in (("weights", plan_weights), ("prefill", plan_prefill), ("attn", check_attn)):
-        check(given[name])
+    """Refuse what a suite would ignore, and an unknown form of weights, method or back end."""
     if suite != "needles" and (given["aware"] or given["length"] != 4096):
         raise MmfastError(f"--suite {suite} takes no --length and no --aware; leave them out")
-    if given["seed"] < 0:
-        raise MmfastError(f"--seed {given['seed']} is no seed; give 0 or more")
     if suite not in ("stream", "history") and given["seconds"] != 960:
         raise MmfastError(f"--suite {suite} takes no --seconds; leave it out")
     if suite == "speech" and (given["reduce"] or given["cache"]):
@@ -247,6 +245,14 @@ def _check_suite(suite: str, given: dict[str, Any]) -> None:
     for name in ("weights", "prefill", "attn"):
         if given[name] is not None and suite in _OTHERS:
             raise MmfastError(f"--suite {suite} takes no --{name}; leave it out")
+    if given["weights"] or given["prefill"] or given["attn"]:  # their checks import torch
+        from mmfast.models.attention import check_attn
+        from mmfast.models.packing import plan_weights
+        from mmfast.prefill.plan import plan_prefill
+
+        plan_weights(given["weights"])
+        plan_prefill(given["prefill"])
+        check_attn(given["attn"])
 
 
 def eval_data(given: dict[str, Any], source_of_n: Any) -> None:
@@ -360,6 +366,8 @@ def _check_given(context: typer.Context, way: str) -> None:
     named = {"bench": "bench", "eval": "eval without --data"}
     shown = named.get(way, f"--{way.replace('_', '-')}")
     options.check_taken(context, shown, _TAKES.get(way, {"out"}) | {way, "as_json"})
+    if context.params["out"] is None and not context.params.get("resume", True):
+        raise MmfastError("--no-resume asks again what --out has; give --out, too, or neither")
 
 
 def bench(

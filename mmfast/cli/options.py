@@ -219,14 +219,45 @@ def check_apart(option: str, target: str | Path | None, *inputs: str | None) -> 
             )
 
 
+def given_by(context: typer.Context, name: str) -> bool:
+    """Return True for an option or argument that stands on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def check_sampling(context: typer.Context) -> list[str]:
+    """Return the options that sample a clip; MmfastError where two ways to do so are given."""
+    given = [f"--{name}" for name in ("frames", "fps") if given_by(context, name)]
+    if len(given) > 1:
+        raise MmfastError("--frames and --fps are two ways to sample a clip; leave one of them out")
+    return given
+
+
+def task_of(context: typer.Context, media: str) -> str:
+    """Return the task for a file, and note an option that samples a picture."""
+    from mmfast.cli.output import say_note
+    from mmfast.frontends.image import kind_of
+
+    kind, given = kind_of(media), check_sampling(context)
+    if given and kind == "image":
+        say_note(f"{given[0]} samples clips; a picture is taken as it is")
+    return f"{kind}-qa"
+
+
 def check_taken(context: typer.Context, way: str, taken: Collection[str]) -> None:
     """Refuse (MmfastError) options and arguments that a way to run a command would ignore."""
     for param in context.command.params:
-        name, source = str(param.name), context.get_parameter_source(str(param.name))
-        given = source is not None and source.name == "COMMANDLINE"
-        if given and context.params.get(name) is not None and name not in taken:
-            shown = param.opts[0] if param.param_type_name == "option" else name.upper()
+        name = str(param.name)
+        if given_by(context, name) and context.params.get(name) is not None and name not in taken:
+            off = context.params[name] is False and param.secondary_opts  # --no-speed
+            shown = (off or param.opts)[0] if param.param_type_name == "option" else name.upper()
             raise MmfastError(f"{way} does not use {shown}; leave it out")
+
+
+def check_answer(max_new_tokens: int) -> None:
+    """Refuse (MmfastError) answers without a token, before a stream is watched or a plan made."""
+    if max_new_tokens < 1:
+        raise MmfastError(f"--max-new-tokens {max_new_tokens} answers nothing; give at least 1")
 
 
 def check_threads(threads: int | None) -> None:

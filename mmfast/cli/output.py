@@ -16,7 +16,8 @@ from rich.table import Table
 from mmfast.cli import KEPT
 from mmfast.core.errors import MmfastError
 
-_err = Console(stderr=True)
+_PLAIN: dict[str, Any] = {"markup": False, "emoji": False}  # names of files may have brackets
+_err = Console(stderr=True, **_PLAIN)
 
 
 class Tick(Protocol):
@@ -49,7 +50,7 @@ def progress(label: str, kept: str = "") -> Iterator[Tick]:
 
     `kept` says for Ctrl-C where what is done is kept.
     """
-    text, count = TextColumn("{task.description}"), MofNCompleteColumn()
+    text, count = TextColumn("{task.description}", markup=False), MofNCompleteColumn()
     columns = (text, BarColumn(), count, TimeRemainingColumn())
     with Progress(*columns, console=_err, transient=True, disable=not _err.is_terminal) as bar:
         task = bar.add_task(label, total=None)
@@ -65,12 +66,17 @@ def progress(label: str, kept: str = "") -> Iterator[Tick]:
 def keep_rows(out: Path | None, rows: Any) -> None:
     """Append result rows to a file, where one is given, and count them for Ctrl-C.
 
-    Without rows yet, MmfastError where the file cannot be written: before the work, not behind it.
+    Without rows yet, MmfastError where the file cannot be written or holds something else: before
+    the work, not behind it.
     """
     if out is not None and not rows:
         with contextlib.suppress(OSError):
             out.parent.mkdir(parents=True, exist_ok=True)
         check_writable("--out", out)
+        if out.is_file():
+            with out.open("rb") as file:
+                if file.read(1) not in (b"", b"{"):
+                    raise MmfastError(f"--out {str(out)!r} is no file of rows; name a .jsonl file")
     where = f"in {out}" if out is not None else "as --out names no file"
     KEPT[f"rows kept {where}"] += len(rows) if out is not None else 0
     if out is not None and rows:
@@ -114,7 +120,7 @@ class JsonRows:
 
 def _out() -> Console:
     """Return a console on standard output; a pipe has no width to fold to."""
-    return Console(width=None if sys.stdout.isatty() else 200)
+    return Console(width=None if sys.stdout.isatty() else 200, **_PLAIN)
 
 
 def _table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -136,7 +142,7 @@ def print_rows(
     columns: Sequence[str], rows: Iterable[Sequence[object]], errors: bool = False
 ) -> None:
     """Print a table on standard output, or on standard error, where a pipe folds no reason."""
-    wide = Console(stderr=True, width=None if _err.is_terminal else 2000)
+    wide = Console(stderr=True, width=None if _err.is_terminal else 2000, **_PLAIN)
     _table(wide if errors else _out(), columns, rows)
 
 
@@ -153,31 +159,35 @@ def say_note(note: str) -> None:
         print(f"mmfast: note: {note}", file=sys.stderr)
 
 
+def say_dim(text: str) -> None:
+    """Print figures beside a result as one line on standard error."""
+    _err.print(text, style="dim", highlight=False, soft_wrap=True)
+
+
 def print_answer(answer: Any, as_json: bool) -> None:
     """Print the text on standard output and its trace on standard error, or one document."""
     say_note(answer.note)
     if as_json:
         return print_json(answer.to_dict())
     print(answer.text)
-    _err.print(
+    say_dim(
         f"{answer.kept_tokens} of {answer.visual_tokens} visual tokens, "
-        f"first token after {answer.ttft_ms:.0f} ms",
-        style="dim",
+        f"first token after {answer.ttft_ms:.0f} ms"
     )
     if answer.doubts:
-        _err.print(made_up(answer.doubts), style="dim", highlight=False)
+        say_dim(made_up(answer.doubts))
     if answer.plan is not None:
         from mmfast.planner.auto import say
 
         told = f"planned: {say(answer.plan)}, predicted after {answer.plan.total_ms:.0f} ms"
-        _err.print(told, style="dim", highlight=False)
+        say_dim(told)
     for note in answer.trace.notes:
         if note.startswith(("weights: ", "route, ")):  # others were warned of
-            _err.print(note, style="dim", highlight=False)
+            say_dim(note)
     rows = [
         (r.label, r.tokens_in, r.tokens_out, r.ms, r.peak_bytes / 1e6) for r in answer.trace.rows
     ]
-    _table(_err, ("stage", "tokens in", "out", "ms", "peak MB"), rows)
+    print_rows(("stage", "tokens in", "out", "ms", "peak MB"), rows, errors=True)
 
 
 def made_up(doubts: Sequence[Any]) -> str:
@@ -201,8 +211,7 @@ def print_comparison(document: dict[str, Any], as_json: bool) -> None:
     print_rows(("stage", "all tokens ms", f"{spec} ms", "speed-up", "noise"), cells)
     print("all tokens: {all}\n{0}: {spec}".format(spec, **document["answers"]))
     print("the answers agree" if document["agree"] else "the answers differ")
-    tokens = f"{document['kept_tokens']} of {document['visual_tokens']} visual tokens"
-    _err.print(tokens, style="dim")
+    say_dim(f"{document['kept_tokens']} of {document['visual_tokens']} visual tokens")
 
 
 def print_eval(document: dict[str, Any], as_json: bool) -> None:
@@ -230,15 +239,14 @@ def print_bench(document: dict[str, Any], as_json: bool) -> None:
     if as_json:
         return print_json(document)
     for fault in document["faults"]:
-        _err.print(f"gate: {fault}; no speed is printed", style="red")
+        _err.print(f"gate: {fault}; no speed is printed", style="red", soft_wrap=True)
     print_bench_rows(document["rows"])
     for stage, floor in document["noise"].items():
-        _err.print(f"{stage}: noise {floor:.1%} (stock against stock)", style="dim")
+        say_dim(f"{stage}: noise {floor:.1%} (stock against stock)")
     best = document["ceilings"]
-    _err.print(
+    say_dim(
         f"ceilings: copy {best['copy_gb_s']:.3g} GB/s, "
-        f"matrix product {best['matmul_tflop_s']:.3g} TFLOP/s",
-        style="dim",
+        f"matrix product {best['matmul_tflop_s']:.3g} TFLOP/s"
     )
 
 

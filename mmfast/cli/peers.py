@@ -40,7 +40,8 @@ def peers(
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     reduce: Reduces = None,
     engines: Annotated[
-        str | None, typer.Option(help="Only these: transformers,vllm,openvino,mmfast.")
+        str | None,
+        typer.Option(help="Only these: transformers,vllm,vllm-compiled,openvino,mmfast."),
     ] = None,
     envs: Annotated[
         Path | None, typer.Option(help="Folder of the environments vllm and openvino.")

@@ -75,7 +75,7 @@ def plan(
     else:
         options = {"model": model, "device": device, "dtype": dtype, "frames": frames}
         options["max_new_tokens"] = max_new_tokens
-        made, ms = _of_media(target, str(media), question, options, check, fresh)
+        made, ms = _of_media(context, target, str(media), question, options)
     _print(made, target, ms, as_json)
 
 
@@ -88,27 +88,23 @@ def _check_given(context: typer.Context) -> None:
         shared.check_taken(context, "--preset", _ALWAYS | {"preset"})
     else:
         shared.check_taken(context, "plan", _ALWAYS | {"media", "question", "model"})
-    if given["max_new_tokens"] < 1:
-        raise MmfastError(
-            f"--max-new-tokens {given['max_new_tokens']} answers nothing; give at least 1"
-        )
+    shared.check_answer(given["max_new_tokens"])
 
 
 def _of_media(
-    target: Target, media: str, question: str, options: dict[str, Any], check: bool, fresh: bool
+    context: typer.Context, target: Target, media: str, question: str, options: dict[str, Any]
 ) -> tuple[Plan, float | None]:
     from statistics import median
 
-    from mmfast.frontends.image import kind_of
     from mmfast.models.prompt import check_question
     from mmfast.pipelines import pipeline
 
     check_question(question)
-    task = f"{kind_of(media)}-qa"
+    task, check = shared.task_of(context, media), context.params["check"]
     pipe = pipeline(task, **options)
     if check:
         pipe(media, question)  # the first call of a process is slower in every part
-    if fresh:
+    if context.params["fresh"]:
         pipe.planner.planner.learner.forget()
     with progress("measuring this device") as tick:
         made = pipe.plan(media, question, tick=tick, target=target)

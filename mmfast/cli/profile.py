@@ -18,6 +18,7 @@ _KEYS = ("part", "calls", "ms", "share", "python_ms", "copies_ms", "gflop", "mby
 
 
 def profile(
+    context: typer.Context,
     media: Annotated[str, typer.Argument(help="Video or image file.")],
     question: Annotated[str, typer.Argument(help="What you want to know.")],
     model: shared.Model = None,
@@ -55,7 +56,6 @@ def profile(
     quiet()
     from mmfast.bench.profile import profile_request, write_flame
     from mmfast.bench.timing import threads_set
-    from mmfast.frontends.image import kind_of
     from mmfast.models.prompt import check_question
     from mmfast.pipelines import pipeline
 
@@ -63,7 +63,8 @@ def profile(
     given: dict[str, Any] = {"reduce": reduce, "cache": cache, "decode": decode}
     given |= {"weights": weights, "prefill": prefill, "attn": attn}
     given |= {"encoder": encoder, "frames": frames, "fps": fps, "max_new_tokens": max_new_tokens}
-    pipe = pipeline(f"{kind_of(media)}-qa", model, device=device, dtype=dtype, **given)
+    task = shared.task_of(context, media)
+    pipe = pipeline(task, model, device=device, dtype=dtype, **given)
     if as_json:
         pipe.tick = shared.silent
     with progress("profile") as tick, nullcontext() if threads is None else threads_set(threads):
@@ -73,14 +74,16 @@ def profile(
     if flame is not None:
         write_flame(graph, flame, f"{media}: {question}")
         document["flame"] = str(flame)
-    _show(document, as_json)
+    show_profile(document, as_json)
 
 
-def _show(document: dict[str, Any], as_json: bool) -> None:
+def show_profile(document: dict[str, Any], as_json: bool) -> None:
+    """Print a row a part, what is left and the whole, and the roof on standard error."""
     if as_json:
         return print_json(document)
     rows = [[*(row[key] for key in _KEYS), _rated(row)] for row in document["parts"]]
-    rows.append(["other", None, document["other_ms"], *[None] * 7])
+    other = document["other_ms"] / max(document["total_ms"], 1e-9)
+    rows.append(["other", None, document["other_ms"], other, *[None] * 6])
     rows.append(["all", None, document["total_ms"], 1.0, *[None] * 6])
     for row in rows:
         row[3] = None if row[3] is None else f"{row[3]:.1%}"
@@ -91,6 +94,8 @@ def _show(document: dict[str, Any], as_json: bool) -> None:
         f"{roof['matmul_tflop_s']:.3f} TFLOP/s, {roof['copy_gb_s']:.1f} GB/s",
         err=True,
     )
+    if document["plan"] is not None:
+        typer.echo(f"planned: {document['plan']}", err=True)
     if "flame" in document:
         typer.echo(f"flame graph: {document['flame']}", err=True)
     return None

@@ -249,10 +249,11 @@ def demo(
     from mmfast.models.quiet import quiet
 
     quiet()
-    app = _application(model, device, dtype)
+    app, shelf = _application(model, device, dtype)
     from mmfast.serve.http.run import bind
 
     socket = bind(host, port)
+    shelf.warm_soon()  # behind what may fail: no thread loads a model while the process ends
     number = socket.getsockname()[1]
     shown = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
     where = f"http://{f'[{shown}]' if ':' in shown else shown}:{number}/"
@@ -266,8 +267,11 @@ def demo(
     _serve(app, socket)
 
 
-def _application(model: str | None, device: str | None, dtype: str) -> Any:
-    """Return an application with the page at its root; MmfastError without the extra or model."""
+def _application(model: str | None, device: str | None, dtype: str) -> tuple[Any, Any]:
+    """Return an application with the page at its root, and its models.
+
+    MmfastError without the extra or the model.
+    """
     try:
         from fastapi import FastAPI
 
@@ -283,9 +287,7 @@ def _application(model: str | None, device: str | None, dtype: str) -> Any:
     shelf = Shelf(model, device, dtype, read_upload)
     if model is not None:
         shelf.visual("image")  # a wrong name fails now, not at the first visit
-    app = mount(FastAPI(openapi_url=None), "/", shelf=shelf)
-    shelf.warm_soon()
-    return app
+    return mount(FastAPI(openapi_url=None), "/", shelf=shelf), shelf
 
 
 def _tunnel(host: str, port: int) -> str:

@@ -116,7 +116,7 @@ class GrowingSound:
 
 def print_spoken(document: dict[str, Any], as_json: bool, target: Any) -> None:
     """Print the text on standard output and its figures on standard error, or the JSON document."""
-    from mmfast.cli.output import _err, print_json
+    from mmfast.cli.output import print_json, say_dim
 
     if as_json:
         return print_json(document)
@@ -124,7 +124,7 @@ def print_spoken(document: dict[str, Any], as_json: bool, target: Any) -> None:
         if document.get("heard"):
             print(f"> {document['heard']}")
         print(document["text"])
-    _err.print(line_of(document), style="dim", highlight=False)
+    say_dim(line_of(document))
 
 
 def line_of(document: dict[str, Any]) -> str:
@@ -265,6 +265,7 @@ def transcribe(
             print(text, end="", flush=True)
         return print()
     found = [each.to_dict() for each in pipe(sounds)]
+    _say_silent(recordings, found)
     if as_json:
         rows = [{"file": path, **each} for path, each in zip(recordings, found, strict=True)]
         return print_json(rows if len(rows) > 1 else rows[0])
@@ -371,11 +372,19 @@ def print_translated(pipe: Any, files: Sequence[str], text: str | None, as_json:
         found = [{"text": pipe.translate(text), "source": text, "unknown": unknown}]
     else:
         found = [{"file": path, **pipe(read_recording(path)).to_dict()} for path in files]
+        _say_silent(files, found)
     if as_json:
         return print_json(found if len(found) > 1 else found[0])
     for each in found:
         print(each["text"])
         _say_unknown(each["unknown"])
+
+
+def _say_silent(files: Sequence[str], found: Sequence[dict[str, Any]]) -> None:
+    from mmfast.cli.output import say_note
+
+    for path, each in zip(files, found, strict=True):
+        say_note("" if each["text"].strip() else f"nothing is heard in {path!r}")
 
 
 def _say_unknown(words: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from mmfast.cli import options as options
 from mmfast.cli.options import Device, Dtype, Json, Model, Reduce
-from mmfast.cli.output import _err, print_json, say_note
+from mmfast.cli.output import _err, print_json, say_dim, say_note
 from mmfast.core.errors import MmfastError
 
 
@@ -55,10 +55,10 @@ def watch(
     if save is not None:
         check_folder(save)
     questions = times_of(ask or [], every, ask_at or [])
-    if (probe or yes or threshold != 0.6) and not tell_me_when:
-        raise MmfastError("--probe, --yes and --threshold need a condition; give --tell-me-when")
+    _check_looks(bool(tell_me_when), bool(probe or yes), threshold)
+    options.check_answer(max_new_tokens)
     check_plan(plan_cache(None if memory == AUTO else memory))  # before any weight is read
-    parse_bytes(host_bytes)
+    parse_bytes(host_bytes, "--host-bytes ")
     given: dict[str, Any] = {"reduce": reduce, "frame_cache": frame_cache, "gate": gate}
     given |= {"weights": weights, "decode": decode}
     pipe = pipeline("video-stream", model, device=device, dtype=dtype, fps=fps, **given)
@@ -74,6 +74,14 @@ def watch(
     way: dict[str, Any] = {"latency": latency, "realtime": realtime}
     way["allow_network"] = allow_network and hosts_of(source)
     session_run.run(camera_or_path(source), save, **way)
+
+
+def _check_looks(told: bool, asked: bool, threshold: float) -> None:
+    """Refuse options of a condition without one, and a threshold that no probability reaches."""
+    if (asked or threshold != 0.6) and not told:
+        raise MmfastError("--probe, --yes and --threshold need a condition; give --tell-me-when")
+    if not 0 <= threshold <= 1:
+        raise MmfastError(f"--threshold {threshold} is no probability; give 0 to 1")
 
 
 @dataclass
@@ -202,7 +210,7 @@ class WatchRun:
     ) -> None:
         stats = self.session.stats()
         if not self.as_json:
-            return _err.print(line_of(stats), style="dim", highlight=False)
+            return say_dim(line_of(stats))
         document = {"source": source, "answers": self.answers, "events": self.events}
         texts = {"error": error and str(error), "saved": save and str(save)}
         print_json({**document, "interrupted": interrupted, **texts, "stats": stats})

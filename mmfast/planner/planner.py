@@ -51,7 +51,7 @@ from mmfast.planner.rates import Rates
 from mmfast.planner.target import FAST_SHARE, QUALITIES, Target
 
 _STRANGER = (
-    "There are no accuracy rows of this model, so those of the embedded one had to do; "
+    "There are no accuracy rows of this model, so those of a small one that comes along had to do; "
     "run `mmfast eval` with your own questions before you rely on them."
 )
 FASTER = 0.98  # a gain below 2 % drowns in what the prediction is off by

@@ -81,6 +81,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "doctor", "--json")
     rows = {row["what"]: row for row in json.loads(out)}
     assert code == 0 and rows["torch"]["ok"] and rows["model tiny-scenes"]["ok"]
+    assert not any(row["fix"] for row in rows.values() if row["ok"])
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,6 +107,15 @@ def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], folder: Pat
     assert "unknown suite 'vdeo'" in fails(capsys, "calibrate", str(folder), "--suite", "vdeo")
     assert "cannot read 'a.txt'" in fails(capsys, "calibrate", str(folder), *both[:2])
     assert "length=9" in fails(capsys, "calibrate", str(folder), "--length", "9")
+    told = fails(capsys, "calibrate", str(folder), "--length", "99999999")
+    assert "length=99999999 is more than a LlavaOnevision" in told and "at most 4096" in told
+    blank, long = folder.parent / "blank.txt", folder.parent / "long.txt"
+    blank.write_text("\n ")
+    told = fails(capsys, "calibrate", str(folder), "--data", str(blank))
+    assert f"{str(blank)!r} holds no words" in told
+    long.write_text("left " * 5_000)
+    told = fails(capsys, "calibrate", str(folder), "--data", str(long), "--length", "5000")
+    assert "longer than the 4,096 that this" in told
     told = fails(capsys, "calibrate", str(folder), *SIZE, "--out", str(folder / "config.json"))
     assert "--out" in told and "cannot be written" in told
     (folder / FILE).write_bytes(b"no tensors")

@@ -178,6 +178,8 @@ def test_help_of_a_command_needs_no_torch(name: str) -> None:
         (["methods", "--kind", "reduce"], ["did you mean 'reducer'"]),
         (["methods", "evs", "--for", "video"], ["leave them"]),
         (["eval", "--reduce", "evz:0.5"], ["did you mean 'evs'"]),
+        (["eval", "--seed", "-1"], ["--seed -1 is no seed"]),
+        (["eval", "--suite", "image", "--length", "9"], ["image takes no --length"]),
         (["serve", "--dry-run", "--memory", "potato"], ["--memory 'potato' is no size"]),
         (["serve", "--dry-run", "--memory", "0"], ["--memory '0' holds no answer"]),
         (["serve", "--dry-run", "--reuse-memory", "much"], ["--reuse-memory 'much' is no size"]),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from cli_runs import CLIP, QUESTION, fails
+from cli_runs import CLIP, QUESTION, ROOT, fails, run
 
+from mmfast.core.errors import MmfastError
 from mmfast.frontends.audio.wav import write_sound
 
 
@@ -20,7 +23,7 @@ from mmfast.frontends.audio.wav import write_sound
         (("--check-all", "--quality", "fast"), "--check-all does not use --quality;"),
         ((), "give a media file, or --preset"),
         (("--preset", "tiny", "--max-new-tokens", "0"), "--max-new-tokens 0 answers nothing"),
-        (("--preset", "tiny", "--frames", "1000000000"), "memory ran out on tiny"),
+        (("--preset", "tiny", "--frames", "1000000000"), "give at most 2048"),
     ],
 )
 def test_a_plan_uses_what_it_is_given(
@@ -51,12 +54,47 @@ def test_threads_are_as_many_as_a_machine_bears(
         (("transcribe", CLIP, "--listener", ""), "--listener is empty"),
         (("bench", "--compare", "rows.jsonl"), "2 arguments: two files of rows, the older one"),
         (("bench", "--reduce", "evs:0.5", "--keep", "0.1"), "evs:0.5 has one; leave --keep out"),
+        (("leaderboard", "--compare", "a", "b", "--no-speed"), "does not use --no-speed; leave"),
+        (("leaderboard", "--compare", "a"), "2 arguments: two leaderboard.json files"),
+        (("methods", "--kind", "cache", "--sort", "ttft"), "not cache; give --for kv"),
+        (("eval", "--data", "mine.jsonl", "--seed", "-1"), "--seed -1 is no seed; give 0 or more"),
+        (("ask", CLIP, QUESTION, "--reuse-folder", "."), "without --reuse; give --reuse prefix"),
+        (("eval", "--no-resume"), "--no-resume asks again what --out has; give --out, too"),
+        (("ask", CLIP, QUESTION, "--frames", "4", "--fps", "2"), "two ways to sample a clip"),
+        (("profile", CLIP, QUESTION, "--fps", "2", "--frames", "4"), "two ways to sample a clip"),
+        (("batch", ".", "-q", "?", "--fps", "2", "--frames", "4"), "two ways to sample a clip"),
+        (("bench", "--frames", "100000"), "are more than the 32,768 positions of tiny; give"),
+        (("bench", "--out", f"{ROOT}/pyproject.toml"), "pyproject.toml' is no file of rows; name"),
+        (("peers", "--out", f"{ROOT}/README.md"), "README.md' is no file of rows; name"),
     ],
 )
 def test_an_option_that_would_say_nothing_is_refused(
     command: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert told in fails(capsys, *command)
+
+
+@pytest.mark.parametrize("value", ["many", "1.5", ""])
+def test_a_number_that_is_none_is_named(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = fails(capsys, "ask", CLIP, QUESTION, "--frames", value)
+    assert repr(value) in told and "'--frames'" in told and "(see mmfast ask --help)" in told
+
+
+def test_a_picture_is_not_sampled_without_a_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmfast.pipelines.pipeline", Mock(side_effect=MmfastError("no model")))
+    picture = str(ROOT / "assets" / "clips" / "picture.jpg")
+    for command in ("ask", "profile", "plan"):
+        code, _, err = run(capsys, command, picture, "What is it?", "--frames", "4")
+        assert code == 2 and "note: --frames samples clips; a picture is taken as it is" in err
+
+
+def test_a_spec_that_is_given_twice_is_measured_once(capsys: pytest.CaptureFixture[str]) -> None:
+    again = ("--reduce", "uniform:0.5", "--reduce", "uniform:0.5")
+    code, out, _ = run(capsys, "eval", "--n", "1", *again, "--json")
+    rows = json.loads(out)["rows"]
+    assert code == 0 and [row["reduce"] for row in rows] == [None, "uniform:0.5"]
 
 
 def test_a_suite_takes_what_it_reads(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,3 +115,5 @@ def test_a_recording_of_nothing_gets_no_empty_reply(
     write_sound(silence, torch.zeros(16_000), 16_000)
     told = fails(capsys, "talk", str(silence), "-o", str(reply), "--whole")
     assert "nothing is heard" in told and not reply.exists()
+    code, _, err = run(capsys, "transcribe", str(silence))
+    assert code == 0 and f"note: nothing is heard in {str(silence)!r}" in err

@@ -13,13 +13,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli_runs import fails, run
 
 from mmfast import cli
 from mmfast.bench import registry as bench_registry
-from mmfast.cli.output import JsonRows, print_json
+from mmfast.cli.output import JsonRows, print_answer, print_json, print_rows, say_dim
+from mmfast.cli.profile import show_profile
 from mmfast.planner.rates import Rates, read_rates, write_rates
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,6 +167,32 @@ def test_a_user_without_name_and_home(
     errors = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(errors)
     assert "/root" not in errors.scrub("no /root/x.mp4")
+
+
+def test_names_with_brackets_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("clip[a].mp4", "[/x]", ":red_circle:")
+    print_rows(words, [words])
+    print_rows(words, [words], errors=True)
+    say_dim(f"{' '.join(words)} {'long ' * 40}")
+    for text, lines in zip(capsys.readouterr(), (2, 3), strict=True):
+        assert text.count("\n") == lines and all(text.count(word) == lines for word in words)
+
+
+def test_a_trace_keeps_a_row_on_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    row = SimpleNamespace(label="long " * 20, tokens_in=2, tokens_out=1, ms=1.0, peak_bytes=1)
+    trace = SimpleNamespace(rows=[row], notes=[])
+    figures = {"kept_tokens": 1, "visual_tokens": 2, "ttft_ms": 3.0, "doubts": None, "plan": None}
+    print_answer(SimpleNamespace(text="left", note="", trace=trace, **figures), False)
+    out, err = capsys.readouterr()
+    assert out == "left\n" and err.count("\n") == 3
+
+
+def test_what_a_profile_does_not_name_has_a_share(capsys: pytest.CaptureFixture[str]) -> None:
+    roof = {"matmul_tflop_s": 0.1, "copy_gb_s": 10.0}
+    document = {"parts": [], "other_ms": 25.0, "total_ms": 100.0, "roof": roof}
+    show_profile({**document, "dtype": "float32", "threads": 1, "plan": "evs:0.25"}, False)
+    out, err = capsys.readouterr()
+    assert "25.0%" in out and "planned: evs:0.25" in err
 
 
 def test_rows_that_cannot_be_kept_are_refused_before_the_work(

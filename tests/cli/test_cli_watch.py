@@ -93,6 +93,15 @@ def test_ctrl_c_ends_with_the_summary(
     assert document["answers"] == []  # whoever interrupts does not wait for answers
 
 
+def test_wrong_numbers_are_refused_before_a_frame(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--max-new-tokens", "0"), ("--host-bytes", "x")
+    given += (("--tell-me-when", "a red circle", "--threshold", "2"),)
+    for options in given:
+        code, out, err = run(capsys, CLIP, "--ask", QUESTION, *options)
+        assert (code, out) == (2, "") and f"{options[-2]} " in err and options[-1] in err, err
+    assert "--max-new-tokens 0 answers nothing; give at least 1" in run(capsys, CLIP, *given[0])[2]
+
+
 def test_what_was_answered_is_told_where_saving_fails(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -713,6 +714,12 @@ def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
     serve = importlib.import_module("mmfast.cli.serve")
     with bind("127.0.0.1", 0) as taken, pytest.raises(MmfastError, match="0 takes a free one"):
         bind("127.0.0.1", taken.getsockname()[1])
+    warm = Mock()
+    monkeypatch.setattr(Shelf, "warm_soon", warm)
+    monkeypatch.setattr("mmfast.demos.app.mount", lambda app, *_, **__: app)
+    with bind("127.0.0.1", 0) as taken, pytest.raises(MmfastError, match="cannot listen"):
+        serve.demo(port=taken.getsockname()[1])
+    warm.assert_not_called()  # no thread loads a model while the process ends
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(MmfastError, match=r'pip install "mmfast\[demo\]"'):
         serve._application(None, None, "auto")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError, an
 from mmfast.models.cache_name import returned_cache
+from mmfast.models.context import check_length, longest_prompt
 from mmfast.models.kv.gates import KeyGate, StateRecorder, train_gate
 from mmfast.models.kv.notes import REPEATED
 from mmfast.models.kv.patterns import HeadPatterns, read_modules
@@ -61,14 +62,13 @@ def calibrate_heads(
 
     Raises:
         ModelError: A model without layers of full attention, no prompt, or made ones too short.
+        ContextError: A prompt that is longer than the model reads.
     """
     if not hasattr(model, "get_decoder"):
         fix = "give a model, such as AutoModelForCausalLM.from_pretrained(…)"
         raise ModelError(f"{an(type(model).__name__)} has no decoder with heads; {fix}")
-    if prompts is None and length < (least := 4 * (sink + recent)):
-        raise ModelError(
-            f"length={length}: half a prompt back is within what streaming heads see; give {least}"
-        )
+    if prompts is None:
+        _check_drawn(model, length, 4 * (sink + recent))
     given = _drawn(model, count, length, seed) if prompts is None else prompts
     sums, lessons = _looked(model, given, sink, recent, gates)
     if not sums or any(not each.count for each in sums.values()):
@@ -84,6 +84,19 @@ def calibrate_heads(
     return found
 
 
+def _check_drawn(model: Any, length: int, least: int) -> None:
+    """Refuse made prompts that are too short to look back in, or longer than the model reads."""
+    most = longest_prompt(model)
+    if length < least:
+        raise ModelError(
+            f"length={length}: half a prompt back is within what streaming heads see; give {least}"
+        )
+    if most is not None and length > most:
+        raise ModelError(
+            f"length={length} is more than {an(type(model).__name__)} reads; give at most {most}"
+        )
+
+
 def _looked(
     model: Any, prompts: Iterable[Mapping[str, Any]], sink: int, recent: int, gates: bool
 ) -> tuple[dict[int, _Sums], _Lessons]:
@@ -94,6 +107,7 @@ def _looked(
     hooks: Any = {module: sums[index].look for index, module in modules.items()}
     with torch.no_grad():
         for each in prompts:
+            check_length(model, each)
             with probing(hooks), lessons.states.watching():
                 base_of(model)(**each, use_cache=False)
             if gates:

@@ -206,7 +206,12 @@ def read(path: str | Path) -> FoldedBlocks:
 
 def _weights(model: Any, plan: EncoderPlan) -> FoldedBlocks:
     """The weights that a plan names, on the device of the tower; ModelError if they do not fit."""
-    count = plan.folded or 0
+    count, tower = plan.folded or 0, tower_of(model)
+    if count > len(tower.blocks):
+        raise ModelError(
+            f"'{NAME}:{count}' folds more than the {len(tower.blocks)} blocks of "
+            f"{type(tower.module).__name__}; give 1 to {len(tower.blocks)}"
+        )
     home = str(getattr(model, "name_or_path", "") or "")
     file = Path(plan.path) if plan.path else file_of(home, count)
     if not file.is_file():
@@ -217,7 +222,6 @@ def _weights(model: Any, plan: EncoderPlan) -> FoldedBlocks:
             f"'{NAME}:{count}' is learned, and {missing}{have}; train a tower with "
             f"`{training(count)}`, or name a file: {NAME}:{count}?path=FILE"
         )
-    tower = tower_of(model)
     like = next(tower.module.parameters())
     found: FoldedBlocks = placed(str(file), like.device, like.dtype, read)
     if len(found.blocks) != count:

@@ -307,6 +307,8 @@ def test_wrong_weights_are_refused(tmp_path: Path) -> None:
     this, other = tiny("llava_onevision"), tiny("qwen2_5_vl")
     with pytest.raises(ModelError, match=r"python -m mmfast\.tiny\.video\.folding --blocks 1 2"):
         attach(this.model, encoder="riformer:2")
+    with pytest.raises(ModelError, match=r"'riformer:99' folds more than the 2 blocks .*1 to 2$"):
+        attach(this.model, encoder="riformer:99")
     with pytest.raises(ModelError, match="no file 'gone'"):
         attach(this.model, encoder="riformer:2?path=gone")
     path = written(learned(this.model, [0]), tmp_path)
