@@ -16,6 +16,7 @@ from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError, warn
 from mmfast.core.spec import parse
 from mmfast.core.speech import Turn
+from mmfast.core.trace import Trace
 from mmfast.decoding.speculation import plan_decode
 from mmfast.frontends.audio.reader import is_batch, load_audio
 from mmfast.models.loading import load
@@ -238,7 +239,7 @@ class OmniChat:
             self._clips = self._pipe(VideoQA, _CLIP | GENERATE)
         pipe, (listener, talker) = self._clips, self.parts
         given = {**self.options, **speech_options(self.task, talker, options)}
-        meter = ReplyMeter()
+        meter, read = ReplyMeter(), Trace()
 
         streams: list[AnswerStream] = []  # one, unless nothing was heard
 
@@ -250,8 +251,8 @@ class OmniChat:
         if isinstance(question, str) and question.rstrip().endswith("?"):
             sounds = whole.answer_turns((Turn("user", question),), **given)
         else:
-            sounds = whole.reply(load_audio(question, RATE), RATE, **given)
-        spoken = collect(sounds, whole.sample_rate, meter)
+            sounds = whole.reply(load_audio(question, RATE, trace=read), RATE, **given)
+        spoken = collect(sounds, whole.sample_rate, meter).noted(read)
         return replace(spoken, answer=streams[-1].answer) if streams else spoken
 
     @checked(_OPEN | TALKING | {"max_new_tokens"})

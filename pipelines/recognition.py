@@ -152,8 +152,8 @@ class SpeechToText:
         self._check(self.listener, options)
         if self.speakers > 1 and options:
             raise MmfastError(f"{self.task}: {', '.join(options)} are of a stream; leave them out")
-        sounds = [load_audio(each, RATE) for each in (media if many else [media])]
         trace = Trace()
+        sounds = [load_audio(each, RATE, trace=trace) for each in (media if many else [media])]
         words: list[tuple[SpeakerWord, ...]] = [()] * len(sounds)
         with trace.stage("listen") as row, within(self.task):
             if isinstance(self.listener, OverlapEar):

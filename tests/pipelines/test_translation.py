@@ -128,6 +128,16 @@ def test_a_stream_is_the_recording(pipe: SpeechTranslation, recording: Path, pol
     assert [piece.final for piece in whole].count(True) == 1 and whole[-1].final
 
 
+def test_a_recording_that_is_cut_short_is_translated_with_a_note(
+    pipe: SpeechTranslation, recording: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "call.wav"
+    path.write_bytes(recording.read_bytes()[:-2000])
+    with pytest.warns(UserWarning, match="call.wav' is truncated") as told:
+        found = pipe(path, policy="offline")
+    assert [str(each.message) for each in told] == found.trace.notes and found.text
+
+
 def test_sentences_end_where_the_speaker_pauses(pipe: SpeechTranslation) -> None:
     first, second = (
         say(text).pcm for text in ("the red circle moves left.", "peter has two black stars.")

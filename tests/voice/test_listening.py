@@ -190,6 +190,29 @@ def test_recordings_become_text(ctc_folder: str, tmp_path: Path) -> None:
         mmfast.pipeline("speech-to-text", Ears()).stream(sounds[0])
 
 
+def cut_short(path: Path, sound: torch.Tensor) -> Path:
+    """A file of a sound whose last tenth is missing."""
+    soundfile.write(path, sound.numpy(), RATE, subtype="FLOAT")
+    path.write_bytes(path.read_bytes()[: -4 * (len(sound) // 10)])
+    return path
+
+
+def test_a_recording_that_is_cut_short_is_heard_with_a_note(
+    run: Any, ctc_folder: str, tmp_path: Path
+) -> None:
+    path = cut_short(tmp_path / "call.wav", noise(16000)[0])
+    pipes = mmfast.pipeline("speech-to-text", Ears()), SpeechChat(HumModel())
+    for pipe in pipes:
+        with pytest.warns(UserWarning, match="call.wav' is truncated") as told:
+            found = pipe(path)
+        assert [str(each.message) for each in told] == found.trace.notes and len(told) == 1
+    assert found.to_dict()["notes"] == found.trace.notes
+    own = ("--listener", ctc_folder, "--device", "cpu", "--dtype", "float32")
+    with pytest.warns(UserWarning, match="call.wav' is truncated") as told:
+        assert run("transcribe", str(path), *own)[0] == 0
+    assert len(told) == 1
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     def call(*args: str) -> tuple[int, str, str]:

@@ -101,6 +101,8 @@ async def load_sound(
     claimed = claimed or (f"audio/{format.lower()}" if format else "")
     check_claim(claimed, found, "sound", param)
     samples, facts = await _decode(data, _job("sound", config), config, param)
+    if facts.get("cut"):
+        logger.warning("a sound is shorter than its header says: it is heard up to its end")
     pcm = await asyncio.to_thread(_resampled, samples, facts["runs"], rate)
     return pcm, rate
 

@@ -87,6 +87,14 @@ def test_clips_are_what_the_front_end_reads(clip_path: Path) -> None:
     assert len(keys) == 3, "another sampling is another clip"
 
 
+def test_a_sound_that_is_cut_short_is_heard_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    for data, told in ((_sound(), 0), (_sound()[:-999], 1)):
+        pcm, _ = run(load_sound(data, CONFIG))
+        assert (len(pcm) < 16_000) == bool(told)
+        mine = [each.getMessage() for each in caplog.records if each.name == "mmfast"]
+        assert mine == ["a sound is shorter than its header says: it is heard up to its end"] * told
+
+
 def test_sounds_are_what_the_front_end_reads() -> None:
     for rate, channels in ((44_100, 2), (16_000, 1), (8_000, 1)):
         data = _sound(rate, channels)

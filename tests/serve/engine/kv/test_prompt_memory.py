@@ -12,7 +12,7 @@ from mmfast.core.trace import Trace
 from mmfast.models.reduction.sequence import Sequences
 from mmfast.models.wrappers import position_axes
 from mmfast.serve.engine.policies import PromptRecipe
-from mmfast.serve.engine.prefill import PrefillJob, Prefiller
+from mmfast.serve.engine.prefill import Prefiller, PrefillJob
 from mmfast.serve.engine.slots import Embedded
 
 
