@@ -226,10 +226,10 @@ class OmniChat:
         Raises:
             MediaError: Clip or recording cannot be read.
         """
-        batch = is_batch(question)
-        if batch or several(media, "videos"):
+        batch, none = is_batch(question), isinstance(media, list) and not media
+        if batch or none or several(media, "videos"):
             question = question if batch else [question] * len(media)
-            many = media if several(media, "videos", question) else [media] * len(question)
+            many = media if none or several(media, "videos", question) else [media] * len(question)
             if len(many) != len(question):
                 raise MmfastError(
                     f"{len(many)} clips, {len(question)} questions; give one question per clip"

@@ -143,7 +143,7 @@ class SpeechToText:
             **options: Of this call, as of the pipeline.
 
         Returns:
-            A `Transcript`, or a list of them; "" is the text of silence.
+            A `Transcript`, or a list of them, [] of none; "" is the text of silence.
 
         Raises:
             MediaError: It is no sound.
@@ -152,6 +152,8 @@ class SpeechToText:
         self._check(self.listener, options)
         if self.speakers > 1 and options:
             raise MmfastError(f"{self.task}: {', '.join(options)} are of a stream; leave them out")
+        if many and not media:
+            return []
         trace = Trace()
         sounds = [load_audio(each, RATE, trace=trace) for each in (media if many else [media])]
         words: list[tuple[SpeakerWord, ...]] = [()] * len(sounds)

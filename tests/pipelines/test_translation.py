@@ -109,7 +109,7 @@ def test_speech_is_translated_before_it_ends(pipe: SpeechTranslation, recording:
     assert late.text == VELDA and len(late.pieces) == 1
     assert late.lag == late.pieces[0].at > 0.9 * late.seconds
     both = pipe([recording, recording])
-    assert [each.text for each in both] == [VELDA] * 2
+    assert [each.text for each in both] == [VELDA] * 2 and pipe([]) == []
     assert {row.stage for row in found.trace.rows} == {"listen", "translate"}
     assert found.trace.rows[0].tokens_in > late.trace.rows[0].tokens_in == 1
 

@@ -17,7 +17,7 @@ from tone_models import HumModel, hum, read
 
 import mmfast
 from mmfast.cli import main
-from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.errors import MediaError, MmfastError, ModelError
 from mmfast.core.speech import Turn
 from mmfast.models.text_chat import TextChat, load_text
 from mmfast.pipelines.speech import SpeechChat
@@ -188,6 +188,13 @@ def test_recordings_become_text(ctc_folder: str, tmp_path: Path) -> None:
     # the embedded model has none either, unless it parts two speakers
     with pytest.raises(ModelError, match=r"cannot listen to a stream.* or speakers=2"):
         mmfast.pipeline("speech-to-text", Ears()).stream(sounds[0])
+
+
+def test_no_recordings_are_no_answers() -> None:
+    pipes: list[Any] = [mmfast.pipeline("speech-to-text", Ears()), SpeechChat(HumModel())]
+    assert [pipe([]) for pipe in pipes] == [[], []]
+    with pytest.raises(MediaError, match="no samples"):
+        pipes[0](torch.zeros(0))  # of one recording
 
 
 def cut_short(path: Path, sound: torch.Tensor) -> Path:

@@ -279,8 +279,8 @@ def is_recording(media: Any) -> bool:
 
 
 def is_batch(media: Any) -> bool:
-    """Return True for a list of sounds, and not of the samples of one."""
-    return isinstance(media, list) and not _is_samples(media)
+    """Return True for a list of sounds, which may be empty, and not of the samples of one."""
+    return isinstance(media, list) and not (media and _is_samples(media))
 
 
 def _is_samples(media: Any) -> bool:
