@@ -20,6 +20,7 @@ from mmfast.core.trace import Trace
 from mmfast.decoding.speculation import plan_decode
 from mmfast.frontends.audio.reader import is_batch, load_audio
 from mmfast.models.loading import load
+from mmfast.models.speech.sound import tell_if_quiet
 from mmfast.pipelines.answer import AnswerStream
 from mmfast.pipelines.generation import CALL, GENERATE, merged, several
 from mmfast.pipelines.options import checked, named, within
@@ -239,7 +240,7 @@ class OmniChat:
             self._clips = self._pipe(VideoQA, _CLIP | GENERATE)
         pipe, (listener, talker) = self._clips, self.parts
         given = {**self.options, **speech_options(self.task, talker, options)}
-        meter, read = ReplyMeter(), Trace()
+        meter, read, pcm = ReplyMeter(), Trace(), torch.zeros(1)
 
         streams: list[AnswerStream] = []  # one, unless nothing was heard
 
@@ -251,8 +252,11 @@ class OmniChat:
         if isinstance(question, str) and question.rstrip().endswith("?"):
             sounds = whole.answer_turns((Turn("user", question),), **given)
         else:
-            sounds = whole.reply(load_audio(question, RATE, trace=read), RATE, **given)
-        spoken = collect(sounds, whole.sample_rate, meter).noted(read)
+            pcm = load_audio(question, RATE, trace=read)
+            sounds = whole.reply(pcm, RATE, **given)
+        spoken = collect(sounds, whole.sample_rate, meter)
+        tell_if_quiet(pcm, spoken.heard + spoken.text, read)
+        spoken = spoken.noted(read)
         return replace(spoken, answer=streams[-1].answer) if streams else spoken
 
     @checked(_OPEN | TALKING | {"max_new_tokens"})

@@ -19,6 +19,7 @@ from mmfast.models.speech.overlap import (
     load_overlap,
     speaker_texts,
 )
+from mmfast.models.speech.sound import tell_if_quiet
 from mmfast.pipelines.options import check_made, check_names, check_values, within
 from mmfast.pipelines.registry import task
 from mmfast.pipelines.speech import stream_of
@@ -167,6 +168,8 @@ class SpeechToText:
             else:
                 texts, own = [self.listener.transcribe(each, RATE) for each in sounds], Trace()
             row.tokens_out = sum(len(text.split()) for text in texts)
+        for sound, text in zip(sounds, texts, strict=True):
+            tell_if_quiet(sound, text, trace)
         trace.rows[:0], trace.reductions = own.rows, own.reductions
         found = [
             Transcript(text.strip(), len(sound) / RATE, trace, said)

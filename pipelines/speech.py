@@ -17,6 +17,7 @@ from mmfast.core.trace import Trace
 from mmfast.frontends.audio.reader import is_batch, is_recording, iter_audio, load_audio
 from mmfast.frontends.audio.wav import write_sound
 from mmfast.models.prompt import check_characters
+from mmfast.models.speech.sound import tell_if_quiet
 from mmfast.ops.audio import check_rate
 from mmfast.pipelines.answer import Answer
 from mmfast.pipelines.options import (
@@ -276,8 +277,11 @@ class SpeechChat:
             return [self(each, **options) for each in media]
         given = self._given(options)
         read, meter = Trace(), ReplyMeter()
-        sounds = self.chatter.reply(load_audio(media, RATE, trace=read), RATE, **given)
-        return collect(sounds, self.chatter.sample_rate, meter).noted(read)
+        pcm = load_audio(media, RATE, trace=read)
+        sounds = self.chatter.reply(pcm, RATE, **given)
+        spoken = collect(sounds, self.chatter.sample_rate, meter)
+        tell_if_quiet(pcm, spoken.heard + spoken.text, read)
+        return spoken.noted(read)
 
     @checked(TALKING)
     def open(

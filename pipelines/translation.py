@@ -17,6 +17,7 @@ from mmfast.frontends.audio.reader import is_batch, iter_audio, load_audio
 from mmfast.models.interleaved import InterleavedTranslator
 from mmfast.models.prompt import check_characters
 from mmfast.models.speech.overlap import OverlapEar
+from mmfast.models.speech.sound import tell_if_quiet
 from mmfast.models.translation import EMBEDDED_INTERLEAVED, AnyTranslator, load_translator
 from mmfast.pipelines.options import checked, within
 from mmfast.pipelines.recognition import ear_for_two
@@ -213,6 +214,7 @@ class SpeechTranslation:
         sound = load_audio(media, RATE, trace=read)
         pieces = [piece for chunk in sound.split(CHUNK) for piece in session.push(chunk)]
         pieces += session.finish()
+        tell_if_quiet(sound, "".join(piece.heard for piece in pieces), read)
         trace = replace(session.trace, notes=read.notes)
         if isinstance(session, OverlapInterpreter):
             return self._of_two(pieces, len(sound) / RATE, trace)

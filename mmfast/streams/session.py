@@ -242,14 +242,17 @@ class Session:
                 self.stream.flush()
             stream, wording = self.stream.answering(text, trace)
             model, prompt = stream.model, stream.words(wording)
-            own = Sampler(model.blocked, temperature, top_p, seed, model.penalty)
+            if sampler is None:
+                chosen = Sampler(model.blocked, temperature, top_p, seed, model.penalty)
+            else:
+                chosen = sampler(model)
             begun = stream.branch(wording, trace)
             self.stream.counts["questions"] += 1
             version = self.stream.version if stream is self.stream else -1  # -1: is written anew
         return Reply(
             *begun,
             tokenizer=model.tokenizer,
-            sampler=own if sampler is None else sampler(model),
+            sampler=chosen,
             stops=model.stops,
             limit=max_new_tokens,
             trace=trace,

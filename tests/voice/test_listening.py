@@ -20,6 +20,7 @@ from mmfast.cli import main
 from mmfast.core.errors import MediaError, MmfastError, ModelError
 from mmfast.core.speech import Turn
 from mmfast.models.text_chat import TextChat, load_text
+from mmfast.pipelines.omni_chat import OmniChat
 from mmfast.pipelines.speech import SpeechChat
 
 TEMPLATE = (
@@ -195,6 +196,28 @@ def test_no_recordings_are_no_answers() -> None:
     assert [pipe([]) for pipe in pipes] == [[], []]
     with pytest.raises(MediaError, match="no samples"):
         pipes[0](torch.zeros(0))  # of one recording
+
+
+def test_sound_that_counts_as_silence_is_told_of(ctc_folder: str) -> None:
+    """Where nothing came of it; a recording of zeros is silence that needs no word."""
+    faint = 5e-4 * noise(8000)[0] / noise(8000)[0].abs().max()
+    pipes: list[Any] = [
+        mmfast.pipeline("speech-to-text", ctc_folder, device="cpu"),
+        SpeechChat(HumModel(), listener=Ears()),
+        mmfast.pipeline("omni-chat", speech=HumModel(), listener=Ears()),
+        mmfast.pipeline("speech-translation", listener=Ears()),
+    ]
+    clip = str(Path(__file__).parents[2] / "assets" / "clips" / "red-circle.mp4")
+    for pipe in pipes:
+        given = (clip,) if isinstance(pipe, OmniChat) else ()
+        with pytest.warns(UserWarning, match="never louder than -66 dB .* make it louder") as told:
+            found = pipe(*given, faint)
+        assert found.text == "" and found.trace.notes == [str(each.message) for each in told]
+        assert pipe(*given, 0 * faint).trace.notes == []
+    sharp = Ears()
+    sharp.transcribe = lambda *_: "words"  # type: ignore[method-assign]
+    found = mmfast.pipeline("speech-to-text", sharp)(faint)
+    assert found.text == "words" and not found.trace.notes
 
 
 def cut_short(path: Path, sound: torch.Tensor) -> Path:

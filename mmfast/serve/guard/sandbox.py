@@ -23,6 +23,7 @@ import socket
 import struct
 import sys
 import tempfile
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -226,7 +227,10 @@ def decode(job: dict[str, Any], path: str) -> tuple[Array, dict[str, Any]]:
     """
     limits = Limits(**job["limits"])
     if job["kind"] == "image":
-        return _reduced(read_image(path, limits=limits), job.get("pixels"))
+        with warnings.catch_warnings(record=True, action="always") as told:
+            pixels = read_image(path, limits=limits)
+        pixels, facts = _reduced(pixels, job.get("pixels"))
+        return pixels, facts | {"first": bool(told)}
     if job["kind"] == "sound":
         return read_sound(open_source(path, limits, sniff_sound), limits)
     source = open_source(path, limits)
