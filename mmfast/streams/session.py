@@ -117,7 +117,11 @@ def _answer_of(clip: Session, question: str) -> str:
     return clip.ask(question, max_new_tokens=12).read().lower()
 
 
-def _sampler(model: StreamModel, make: Callable[[StreamModel], Sampler] | None, *how: Any) -> Any:
+def _sampler(
+    model: StreamModel,
+    make: Callable[[StreamModel], Sampler] | None,
+    how: tuple[float, float, int | None],
+) -> Sampler:
     """Return what chooses the tokens of an answer: the given one, or one of these options."""
     return Sampler(model.blocked, *how, model.penalty) if make is None else make(model)
 
@@ -247,7 +251,7 @@ class Session:
                 self.stream.flush()
             stream, wording = self.stream.answering(text, trace)
             model, prompt = stream.model, stream.words(wording)
-            chosen = _sampler(model, sampler, temperature, top_p, seed)
+            chosen = _sampler(model, sampler, (temperature, top_p, seed))
             begun = stream.branch(wording, trace)
             self.stream.counts["questions"] += 1
             version = self.stream.version if stream is self.stream else -1  # -1: is written anew
