@@ -10,6 +10,8 @@ from typing import NoReturn
 
 def main() -> None:
     """Import and run the command."""
+    codes: list[int] = []
+    atexit.register(_end, codes)  # before what the imports register, so that it runs behind that
     # Inside an import, KeyboardInterrupt may come out as another exception, or in a traceback.
     own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if own:
@@ -21,15 +23,16 @@ def main() -> None:
     try:
         command()
     except SystemExit as end:
-        # torch, cut short in a thread that still loads a model, would abort the interpreter
-        if any(each.name == "mmfast-load" for each in threading.enumerate()):
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            atexit._run_exitfuncs()
-            os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
+        codes.append(end.code if isinstance(end.code, int) else int(end.code is not None))
         raise
+
+
+def _end(codes: list[int]) -> None:
+    """End the process where torch would abort it, cut short in a thread that loads a model."""
+    if codes and any(each.name == "mmfast-load" for each in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(codes[0])
 
 
 def _leave(*_: object) -> NoReturn:

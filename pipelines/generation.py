@@ -130,12 +130,12 @@ def pair_up(media: Any, question: Any, images: bool = False) -> tuple[list[tuple
     Of clips, a list of arrays or PIL images with ONE question is one clip given as frames; a list
     of paths or bytes, or a list of questions, means several inputs. Of `images`, a list is always
     several inputs and a tuple one, with all its images in the prompt. MmfastError: lists of
-    different lengths, an empty list, or an empty question.
+    different lengths, or an empty question.
     """
     many = _many_images(media) if images else _many_clips(media, question)
     if isinstance(question, (list, tuple)):
         items = list(media) if many else [media] * len(question)
-        if len(items) != len(question) or not items:
+        if len(items) != len(question):
             raise MmfastError(
                 f"{len(items)} media and {len(question)} questions; give one question per media"
             )

@@ -16,9 +16,11 @@ from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError, warn
 from mmfast.core.spec import parse
 from mmfast.core.speech import Turn
+from mmfast.core.trace import Trace
 from mmfast.decoding.speculation import plan_decode
 from mmfast.frontends.audio.reader import is_batch, load_audio
 from mmfast.models.loading import load
+from mmfast.models.speech.sound import tell_if_quiet
 from mmfast.pipelines.answer import AnswerStream
 from mmfast.pipelines.generation import CALL, GENERATE, merged, several
 from mmfast.pipelines.options import checked, named, within
@@ -225,10 +227,10 @@ class OmniChat:
         Raises:
             MediaError: Clip or recording cannot be read.
         """
-        batch = is_batch(question)
-        if batch or several(media, "videos"):
+        batch, none = is_batch(question), isinstance(media, list) and not media
+        if batch or none or several(media, "videos"):
             question = question if batch else [question] * len(media)
-            many = media if several(media, "videos", question) else [media] * len(question)
+            many = media if none or several(media, "videos", question) else [media] * len(question)
             if len(many) != len(question):
                 raise MmfastError(
                     f"{len(many)} clips, {len(question)} questions; give one question per clip"
@@ -238,7 +240,7 @@ class OmniChat:
             self._clips = self._pipe(VideoQA, _CLIP | GENERATE)
         pipe, (listener, talker) = self._clips, self.parts
         given = {**self.options, **speech_options(self.task, talker, options)}
-        meter = ReplyMeter()
+        meter, read, pcm = ReplyMeter(), Trace(), torch.zeros(1)
 
         streams: list[AnswerStream] = []  # one, unless nothing was heard
 
@@ -250,8 +252,11 @@ class OmniChat:
         if isinstance(question, str) and question.rstrip().endswith("?"):
             sounds = whole.answer_turns((Turn("user", question),), **given)
         else:
-            sounds = whole.reply(load_audio(question, RATE), RATE, **given)
+            pcm = load_audio(question, RATE, trace=read)
+            sounds = whole.reply(pcm, RATE, **given)
         spoken = collect(sounds, whole.sample_rate, meter)
+        tell_if_quiet(pcm, spoken.heard + spoken.text, read)
+        spoken = spoken.noted(read)
         return replace(spoken, answer=streams[-1].answer) if streams else spoken
 
     @checked(_OPEN | TALKING | {"max_new_tokens"})

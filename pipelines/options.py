@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import sys
@@ -148,3 +149,29 @@ def checked(listed: Collection[str] = (), more: Collection[str] = ()) -> Callabl
         return cast(F, call)
 
     return decorate
+
+
+# The module of the hooks that transformers leaves on a model at its first call with
+# `output_hidden_states`, closures that cannot be pickled; and the mark by which it makes none anew.
+_CAPTURING, _CAPTURED = "transformers.utils.output_capturing", "_output_capturing_hooks_installed"
+
+
+def portable(pipe: Any) -> dict[str, Any]:
+    """Return the state of a pipeline for another process: its weights, and no hooks of calls.
+
+    MmfastError: it holds what is of this process alone.
+    """
+    weights = {id(each): each for each in (*pipe.model.parameters(), *pipe.model.buffers())}
+    try:
+        state: dict[str, Any] = copy.deepcopy(vars(pipe), {id(pipe): pipe, **weights})
+    except TypeError as error:
+        raise MmfastError(
+            f"{pipe.task}: this pipeline has parts of this process alone, and cannot be copied or "
+            f"pickled ({error}); make one where it is needed, and leave reuse= out of copies"
+        ) from None
+    for module in state["model"].modules():
+        vars(module).pop(_CAPTURED, None)
+        for key, hook in [*module._forward_hooks.items()]:
+            if getattr(hook, "__module__", "") == _CAPTURING:
+                del module._forward_hooks[key]
+    return state

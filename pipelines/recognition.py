@@ -19,6 +19,7 @@ from mmfast.models.speech.overlap import (
     load_overlap,
     speaker_texts,
 )
+from mmfast.models.speech.sound import tell_if_quiet
 from mmfast.pipelines.options import check_made, check_names, check_values, within
 from mmfast.pipelines.registry import task
 from mmfast.pipelines.speech import stream_of
@@ -143,7 +144,7 @@ class SpeechToText:
             **options: Of this call, as of the pipeline.
 
         Returns:
-            A `Transcript`, or a list of them; "" is the text of silence.
+            A `Transcript`, or a list of them, [] of none; "" is the text of silence.
 
         Raises:
             MediaError: It is no sound.
@@ -152,8 +153,10 @@ class SpeechToText:
         self._check(self.listener, options)
         if self.speakers > 1 and options:
             raise MmfastError(f"{self.task}: {', '.join(options)} are of a stream; leave them out")
-        sounds = [load_audio(each, RATE) for each in (media if many else [media])]
+        if many and not media:
+            return []
         trace = Trace()
+        sounds = [load_audio(each, RATE, trace=trace) for each in (media if many else [media])]
         words: list[tuple[SpeakerWord, ...]] = [()] * len(sounds)
         with trace.stage("listen") as row, within(self.task):
             if isinstance(self.listener, OverlapEar):
@@ -165,6 +168,8 @@ class SpeechToText:
             else:
                 texts, own = [self.listener.transcribe(each, RATE) for each in sounds], Trace()
             row.tokens_out = sum(len(text.split()) for text in texts)
+        for sound, text in zip(sounds, texts, strict=True):
+            tell_if_quiet(sound, text, trace)
         trace.rows[:0], trace.reductions = own.rows, own.reductions
         found = [
             Transcript(text.strip(), len(sound) / RATE, trace, said)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -17,6 +17,7 @@ from mmfast.core.trace import Trace
 from mmfast.frontends.audio.reader import is_batch, is_recording, iter_audio, load_audio
 from mmfast.frontends.audio.wav import write_sound
 from mmfast.models.prompt import check_characters
+from mmfast.models.speech.sound import tell_if_quiet
 from mmfast.ops.audio import check_rate
 from mmfast.pipelines.answer import Answer
 from mmfast.pipelines.options import (
@@ -85,7 +86,12 @@ class Spoken:
         spoke = max((self.stats.get("work_ms") or 0.0) - listened, 0.0)
         found.add("speak", self.stats.get("passes", 0), self.stats.get("tokens", 0), spoke)
         found.notes += [self.note] if self.note else []
+        found.notes += self.stats.get("notes", ())
         return found
+
+    def noted(self, read: Trace) -> Spoken:
+        """Return it with what is noted of the recording that it answers."""
+        return replace(self, stats={**self.stats, "notes": read.notes}) if read.notes else self
 
     def save(self, target: str | Path | BinaryIO) -> None:
         """Write a file by its suffix: .wav (16-bit samples), .flac, .mp3, .ogg or .opus.
@@ -270,8 +276,12 @@ class SpeechChat:
         if is_batch(media):
             return [self(each, **options) for each in media]
         given = self._given(options)
-        pcm, meter = load_audio(media, RATE), ReplyMeter()
-        return collect(self.chatter.reply(pcm, RATE, **given), self.chatter.sample_rate, meter)
+        read, meter = Trace(), ReplyMeter()
+        pcm = load_audio(media, RATE, trace=read)
+        sounds = self.chatter.reply(pcm, RATE, **given)
+        spoken = collect(sounds, self.chatter.sample_rate, meter)
+        tell_if_quiet(pcm, spoken.heard + spoken.text, read)
+        return spoken.noted(read)
 
     @checked(TALKING)
     def open(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from mmfast.frontends.audio.reader import is_batch, iter_audio, load_audio
 from mmfast.models.interleaved import InterleavedTranslator
 from mmfast.models.prompt import check_characters
 from mmfast.models.speech.overlap import OverlapEar
+from mmfast.models.speech.sound import tell_if_quiet
 from mmfast.models.translation import EMBEDDED_INTERLEAVED, AnyTranslator, load_translator
 from mmfast.pipelines.options import checked, within
 from mmfast.pipelines.recognition import ear_for_two
@@ -209,18 +210,21 @@ class SpeechTranslation:
         """
         if is_batch(media):
             return [self(each, policy) for each in media]
-        sound, session = load_audio(media, RATE), self._open(policy)
+        session, read = self._open(policy), Trace()
+        sound = load_audio(media, RATE, trace=read)
         pieces = [piece for chunk in sound.split(CHUNK) for piece in session.push(chunk)]
         pieces += session.finish()
+        tell_if_quiet(sound, "".join(piece.heard for piece in pieces), read)
+        trace = replace(session.trace, notes=read.notes)
         if isinstance(session, OverlapInterpreter):
-            return self._of_two(pieces, len(sound) / RATE, session.trace)
+            return self._of_two(pieces, len(sound) / RATE, trace)
         seconds, end = len(sound) / RATE, max((piece.at for piece in pieces), default=0.0)
         delays = [piece.at for piece in pieces for _ in range(piece.words)]
         heard = " ".join(piece.heard for piece in pieces if piece.final).strip()
         text = joined(pieces)
         lag = average_lagging(delays, end)
         unknown = tuple(self.translator.unknown(heard))
-        return Translation(text, heard, seconds, lag, tuple(pieces), unknown, session.trace)
+        return Translation(text, heard, seconds, lag, tuple(pieces), unknown, trace)
 
     def _of_two(self, pieces: list[Translated], seconds: float, trace: Trace) -> Translation:
         heard, texts, lags = list[str](), list[str](), list[float]()

@@ -58,7 +58,7 @@ from mmfast.pipelines.generation import (
     seeded,
     several,
 )
-from mmfast.pipelines.options import checked, named, within
+from mmfast.pipelines.options import checked, named, portable, within
 from mmfast.pipelines.planning import PipelinePlanner, Tick
 from mmfast.pipelines.registry import task
 from mmfast.planner.arithmetic import use_weights
@@ -215,6 +215,9 @@ class VisualQA:
         self._name = model
         self._planner: PipelinePlanner | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return portable(self)
+
     @property
     def drafts(self) -> DraftSource | None:
         """The source of drafts for all questions, if any."""
@@ -249,7 +252,7 @@ class VisualQA:
                 `quality`. A latency out of reach warns and takes the fastest plan.
 
         Returns:
-            An `Answer`, or a list of them where `media` or `question` is a list.
+            An `Answer`, or a list of them where `media` or `question` is a list, [] of empty ones.
 
         Raises:
             MediaError: The input cannot be read.
@@ -299,6 +302,9 @@ class VisualQA:
         if (given and media is not None) or (text is not None and question is not None):
             raise MmfastError(f"media and {own}=, or question and text=, are both given; give one")
         media, question = given.get(own, media), text if question is None else question
+        lists = [each for each in (media, question) if isinstance(each, list)]
+        if lists and not any(lists) and not (given and isinstance(question, str)):
+            return [], True, wanted, how
         if isinstance(media, Mapping):
             raise MmfastError(
                 f"{self.task} takes no dict of {', '.join(map(repr, media))}; give the {self.kind} "

@@ -19,6 +19,11 @@ from mmfast.frontends.source import MediaSource
 _INDEX_BYTES = 64 << 20  # largest mp4 index parsed: FFmpeg itself checks larger ones
 _MAX_BOXES = 100_000  # a day of one-second fragments; a hostile file could hold 2**29 empty ones
 _NO_SIZE = 0xFFFFFFFF  # RIFF written to a pipe
+_STREAMED = 0x7FFF0000  # sizes of a WAV from here on are those of writers that cannot know them
+
+
+class TruncatedError(MediaError):
+    """A container is shorter than its header says."""
 
 
 def check_header(source: MediaSource) -> None:
@@ -30,12 +35,25 @@ def check_header(source: MediaSource) -> None:
             _check_riff(source, file.read(1 << 16))
         elif source.kind == "mkv":
             _check_ebml(source, file.read(256))
+        elif source.kind == "wav":
+            _check_wav(source, file)
         elif source.kind == "y4m":
             _check_y4m(source, file.read(256))
 
 
-def _truncated(source: MediaSource, declared: int) -> MediaError:
-    return MediaError(
+def cut_note(source: MediaSource) -> str:
+    """Return a line on a sound that its file has a part of only, or "": it is heard up to there."""
+    try:
+        check_header(source)
+    except TruncatedError as error:
+        return f"{error}; it is heard up to there"
+    except MediaError:  # of its pictures
+        pass
+    return ""
+
+
+def _truncated(source: MediaSource, declared: int) -> TruncatedError:
+    return TruncatedError(
         f"{source.name} is truncated: its header declares {declared:,} bytes, "
         f"{source.size:,} are there; copy or download it again"
     )
@@ -134,6 +152,22 @@ def _check_riff(source: MediaSource, head: bytes) -> None:
         )
         if not scale or not rate:
             raise _zero_rate(source, f"AVI rate {rate}, scale {scale}")
+
+
+def _check_wav(source: MediaSource, file: IO[bytes]) -> None:
+    position, long = 12, 0  # RF64 has the size of its samples in an earlier chunk
+    for _ in range(_MAX_BOXES):
+        file.seek(position)
+        kind, length, second = struct.unpack("<4sI8xQ", file.read(24).ljust(24, b"\0"))
+        if kind == b"data":
+            length = long if length == _NO_SIZE else length if length < _STREAMED else 0
+            if position + 8 + length > source.size:
+                raise _truncated(source, position + 8 + length)
+            return
+        if position + 8 > source.size:
+            return
+        long = second if kind == b"ds64" else long
+        position += 8 + length + length % 2
 
 
 def _check_ebml(source: MediaSource, head: bytes) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from mmfast.core.errors import MediaError
+from mmfast.core.errors import MediaError, warn
 from mmfast.frontends.clip import Clip, Frame, Orientation, make_clip
 from mmfast.frontends.headers import check_header
 from mmfast.frontends.sampling import Ask, Floats
@@ -169,7 +169,8 @@ def read_image(media: object, *, limits: Limits = DEFAULT_LIMITS) -> Frame:
     Takes a path, bytes, a binary file object, a PIL image, a frame of PyAV or decord, or a numpy
     array or torch tensor [H, W], [H, W, C] or [C, H, W] with 1, 3 or 4 channels, uint8 or float in
     [0, 1]. The EXIF orientation is applied, alpha is composited over white; of an animation comes
-    the first frame, or the current one of an open PIL image. A MediaError says that it is missing,
+    the first frame and of a TIFF the first page, with a warning, or the current one of an open PIL
+    image. A MediaError says that it is missing,
     broken, too large, or not an image.
     """
     return picture(media, "the image", limits)
@@ -196,7 +197,22 @@ def picture(media: object, name: str, limits: Limits) -> Frame:
             "frames, or the video as an input of its own"
         )
     with open_image(source, limits) as image, refusing(source.name):
-        return to_rgb(upright(image), source.name)
+        moves, pages = is_animated(image), _has_pages(image)
+        found = to_rgb(upright(image), source.name)
+    if moves:
+        warn(f"{source.name} is an animation, of which one frame is read; give it as a video")
+    _tell(pages, source.name)
+    return found
+
+
+def _has_pages(image: Image.Image) -> bool:
+    """Return True for a document; the second picture of a photo (MPO) is a preview or a depth."""
+    return image.format == "TIFF" and bool(getattr(image, "is_animated", False))
+
+
+def _tell(pages: bool, name: str) -> None:
+    if pages:
+        warn(f"{name} has several pages, of which one is read; give each as an image")
 
 
 def kind_of(media: object, *, limits: Limits = DEFAULT_LIMITS) -> Literal["image", "video"]:
@@ -298,6 +314,8 @@ def image_clip(image: Image.Image, ask: Ask, limits: Limits, name: str) -> Clip:
         limits.check_decoded(name, len(asked), *image.size)
         wanted = set(asked.tolist())
         found = {i: _rgb(image, name) for i in _walk(image, limits, name) if i in wanted}
+        pages = _has_pages(image)
+    _tell(pages, name)
     frames = np.stack([found[i] for i in asked.tolist()])  # [m, H, W, 3]
     return make_clip(frames, asked, times[:-1], end, 0.0, name, "pillow")
 

@@ -117,6 +117,15 @@ def _answer_of(clip: Session, question: str) -> str:
     return clip.ask(question, max_new_tokens=12).read().lower()
 
 
+def _sampler(
+    model: StreamModel,
+    make: Callable[[StreamModel], Sampler] | None,
+    how: tuple[float, float, int | None],
+) -> Sampler:
+    """Return what chooses the tokens of an answer: the given one, or one of these options."""
+    return Sampler(model.blocked, *how, model.penalty) if make is None else make(model)
+
+
 class Session:
     """A stream: frames go in, questions are answered from what was seen, memory stays bounded.
 
@@ -242,14 +251,14 @@ class Session:
                 self.stream.flush()
             stream, wording = self.stream.answering(text, trace)
             model, prompt = stream.model, stream.words(wording)
-            own = Sampler(model.blocked, temperature, top_p, seed, model.penalty)
+            chosen = _sampler(model, sampler, (temperature, top_p, seed))
             begun = stream.branch(wording, trace)
             self.stream.counts["questions"] += 1
             version = self.stream.version if stream is self.stream else -1  # -1: is written anew
         return Reply(
             *begun,
             tokenizer=model.tokenizer,
-            sampler=own if sampler is None else sampler(model),
+            sampler=chosen,
             stops=model.stops,
             limit=max_new_tokens,
             trace=trace,

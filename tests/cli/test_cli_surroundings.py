@@ -122,6 +122,37 @@ def test_ctrl_c_during_the_imports_is_one_line(tmp_path: Path) -> None:
     assert (process.returncode, out, err) == (130, "", "mmfast: interrupted\n")
 
 
+LOADING = """
+import atexit, sys, threading, types
+sys.modules["mmfast.cli"] = cli = types.ModuleType("mmfast.cli")
+def main():
+    wait = threading.Event().wait
+    threading.Thread(target=wait, name=sys.argv[1], daemon=True).start()
+    atexit.register(print, "tidied")
+    print("answer")
+    sys.exit(eval(sys.argv[2]))
+cli.main = main
+class Torn:  # stands for the interpreter that is taken apart around the thread
+    def __del__(self): print("torn")
+cli.torn = Torn()
+from mmfast.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"), [("None", 0, ""), ("3", 3, ""), ("'no file'", 1, "no file\n")]
+)
+def test_a_command_that_still_loads_a_model_ends_before_the_interpreter(
+    end: str, code: int, said: str
+) -> None:
+    for thread, lines in (("mmfast-load", "answer\ntidied\n"), ("x", "answer\ntidied\ntorn\n")):
+        done = subprocess.run(
+            [sys.executable, "-c", LOADING, thread, end], capture_output=True, text=True, cwd=ROOT
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (code, lines, said)
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_letters_that_the_output_lacks_are_escaped(
     monkeypatch: pytest.MonkeyPatch, encoding: str

@@ -18,6 +18,9 @@ from mmfast.frontends.video.reader import iter_video, read_video
 
 LIMITS = Limits(decoded_bytes=1 << 26, seconds=20)
 # Derandomised: a decoder's crash cannot be caught, so the suite always runs the same examples.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* is an animation, of which", "ignore:.* has several pages"
+)
 hostile = settings(
     max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +191,49 @@ def test_bad_calls(pipe: Any) -> None:
         pipe("nowhere.mp4", QUESTION)
     with pytest.raises(mmfast.ModelError, match="int"):
         mmfast.pipeline("video-qa", 7)
+
+
+def test_a_pipeline_is_pickled_and_copied_after_it_was_called() -> None:
+    """Hooks that transformers leaves on a model cannot be; others on its layers stay."""
+    pipe = mmfast.pipeline("video-qa", reduce="divprune:0.5", device="cpu")
+    layer = pipe.model.get_decoder().layers[0]
+    layer.register_forward_hook(_seen)
+    expected = pipe(CLIP, QUESTION)
+    assert pipe.planner is not None  # which holds the pipeline
+    weight = next(pipe.model.parameters())
+    hooks = {name: len(each._forward_hooks) for name, each in pipe.model.named_modules()}
+    for made in (pickle.loads(pickle.dumps(pipe)), copy.deepcopy(pipe)):
+        own = made.model.get_decoder().layers[0]
+        assert _seen in own._forward_hooks.values() and made.planner is not pipe.planner
+        assert made(CLIP, QUESTION).text == expected.text
+        assert next(made.model.parameters()).data_ptr() != weight.data_ptr()
+        assert made.planner.pipe is made
+    assert hooks == {name: len(each._forward_hooks) for name, each in pipe.model.named_modules()}
+    with pytest.raises(MmfastError, match="parts of this process alone") as error:
+        pickle.dumps(
+            mmfast.pipeline("video-qa", pipe.model, processor=pipe.processor, reuse="prefix")
+        )
+    assert "\n" not in str(error.value)
+
+
+def _seen(*_: Any) -> None:
+    """A hook of the caller."""
+
+
+@pytest.mark.parametrize("task", ["video-qa", "image-qa"])
+def test_nothing_asked_is_nothing_answered(pipe: Any, task: str) -> None:
+    """As in transformers; what is missing beside something that is there is an error."""
+    pipe = mmfast.pipeline(task, pipe.model, processor=pipe.processor)
+    for given in ([], ([], QUESTION), ([], []), (CLIP, []), (None, [])):
+        assert pipe(*([given] if given == [] else given)) == []
+    assert pipe(text=[]) == pipe(**{f"{pipe.kind}s": []}, text=[]) == []
+    for wrong in (([CLIP], []), ([], [QUESTION])):
+        with pytest.raises(MmfastError):
+            pipe(*wrong)
+    with pytest.raises(MmfastError):  # one question, about nothing
+        pipe(**{f"{pipe.kind}s": []}, text=QUESTION)
+    with pytest.raises(MmfastError, match="unknown option 'bogus'"):
+        pipe([], bogus=1)
 
 
 def test_pair_up_tells_frames_from_clips() -> None:

@@ -109,7 +109,7 @@ def test_speech_is_translated_before_it_ends(pipe: SpeechTranslation, recording:
     assert late.text == VELDA and len(late.pieces) == 1
     assert late.lag == late.pieces[0].at > 0.9 * late.seconds
     both = pipe([recording, recording])
-    assert [each.text for each in both] == [VELDA] * 2
+    assert [each.text for each in both] == [VELDA] * 2 and pipe([]) == []
     assert {row.stage for row in found.trace.rows} == {"listen", "translate"}
     assert found.trace.rows[0].tokens_in > late.trace.rows[0].tokens_in == 1
 
@@ -126,6 +126,16 @@ def test_a_stream_is_the_recording(pipe: SpeechTranslation, recording: Path, pol
         assert list(pipe.stream(iter(pcm.split(size)), RATE, policy=policy)) == whole
     assert joined(whole) == pipe(recording, policy=policy).text
     assert [piece.final for piece in whole].count(True) == 1 and whole[-1].final
+
+
+def test_a_recording_that_is_cut_short_is_translated_with_a_note(
+    pipe: SpeechTranslation, recording: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "call.wav"
+    path.write_bytes(recording.read_bytes()[:-2000])
+    with pytest.warns(UserWarning, match="call.wav' is truncated") as told:
+        found = pipe(path, policy="offline")
+    assert [str(each.message) for each in told] == found.trace.notes and found.text
 
 
 def test_sentences_end_where_the_speaker_pauses(pipe: SpeechTranslation) -> None:

@@ -17,9 +17,10 @@ from tone_models import HumModel, hum, read
 
 import mmfast
 from mmfast.cli import main
-from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.errors import MediaError, MmfastError, ModelError
 from mmfast.core.speech import Turn
 from mmfast.models.text_chat import TextChat, load_text
+from mmfast.pipelines.omni_chat import OmniChat
 from mmfast.pipelines.speech import SpeechChat
 
 TEMPLATE = (
@@ -188,6 +189,58 @@ def test_recordings_become_text(ctc_folder: str, tmp_path: Path) -> None:
     # the embedded model has none either, unless it parts two speakers
     with pytest.raises(ModelError, match=r"cannot listen to a stream.* or speakers=2"):
         mmfast.pipeline("speech-to-text", Ears()).stream(sounds[0])
+
+
+def test_no_recordings_are_no_answers() -> None:
+    pipes: list[Any] = [mmfast.pipeline("speech-to-text", Ears()), SpeechChat(HumModel())]
+    assert [pipe([]) for pipe in pipes] == [[], []]
+    with pytest.raises(MediaError, match="no samples"):
+        pipes[0](torch.zeros(0))  # of one recording
+
+
+def test_sound_that_counts_as_silence_is_told_of(ctc_folder: str) -> None:
+    """Where nothing came of it; a recording of zeros is silence that needs no word."""
+    faint = 5e-4 * noise(8000)[0] / noise(8000)[0].abs().max()
+    pipes: list[Any] = [
+        mmfast.pipeline("speech-to-text", ctc_folder, device="cpu"),
+        SpeechChat(HumModel(), listener=Ears()),
+        mmfast.pipeline("omni-chat", speech=HumModel(), listener=Ears()),
+        mmfast.pipeline("speech-translation", listener=Ears()),
+    ]
+    clip = str(Path(__file__).parents[2] / "assets" / "clips" / "red-circle.mp4")
+    for pipe in pipes:
+        given = (clip,) if isinstance(pipe, OmniChat) else ()
+        with pytest.warns(UserWarning, match="never louder than -66 dB .* make it louder") as told:
+            found = pipe(*given, faint)
+        assert found.text == "" and found.trace.notes == [str(each.message) for each in told]
+        assert pipe(*given, 0 * faint).trace.notes == []
+    sharp = Ears()
+    sharp.transcribe = lambda *_: "words"  # type: ignore[method-assign]
+    found = mmfast.pipeline("speech-to-text", sharp)(faint)
+    assert found.text == "words" and not found.trace.notes
+
+
+def cut_short(path: Path, sound: torch.Tensor) -> Path:
+    """A file of a sound whose last tenth is missing."""
+    soundfile.write(path, sound.numpy(), RATE, subtype="FLOAT")
+    path.write_bytes(path.read_bytes()[: -4 * (len(sound) // 10)])
+    return path
+
+
+def test_a_recording_that_is_cut_short_is_heard_with_a_note(
+    run: Any, ctc_folder: str, tmp_path: Path
+) -> None:
+    path = cut_short(tmp_path / "call.wav", noise(16000)[0])
+    pipes = mmfast.pipeline("speech-to-text", Ears()), SpeechChat(HumModel())
+    for pipe in pipes:
+        with pytest.warns(UserWarning, match="call.wav' is truncated") as told:
+            found = pipe(path)
+        assert [str(each.message) for each in told] == found.trace.notes and len(told) == 1
+    assert found.to_dict()["notes"] == found.trace.notes
+    own = ("--listener", ctc_folder, "--device", "cpu", "--dtype", "float32")
+    with pytest.warns(UserWarning, match="call.wav' is truncated") as told:
+        assert run("transcribe", str(path), *own)[0] == 0
+    assert len(told) == 1
 
 
 @pytest.fixture

@@ -47,6 +47,15 @@ def test_a_clip_and_a_spoken_question(omni: OmniChat) -> None:
     assert [each.text for each in omni(frames, [hum(QUESTION)] * 2)] == [typed] * 2
 
 
+def test_nothing_asked_is_nothing_answered() -> None:
+    omni = mmfast.pipeline("omni-chat", speech=HumModel())
+    assert omni([], QUESTION) == omni([], []) == omni(CLIP, []) == []
+    assert omni._clips is None  # no model of clips was loaded
+    for wrong in (([], [hum(QUESTION)]), ([CLIP], [])):
+        with pytest.raises(MmfastError, match="one question per clip"):
+            omni(*wrong)
+
+
 def test_the_trace_of_a_spoken_answer_has_the_stages_of_its_clip() -> None:
     omni = mmfast.pipeline("omni-chat", speech=HumModel(), reduce="evs:0.25")
     asked = mmfast.pipeline("video-qa", reduce="evs:0.25")(CLIP, written(QUESTION))

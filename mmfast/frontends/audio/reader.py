@@ -16,8 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmfast.core.errors import MediaError
+from mmfast.core.errors import MediaError, warn
+from mmfast.core.trace import Trace
 from mmfast.frontends.audio.packets import OTHER, decoded_sound, mix_channels, sniff_sound
+from mmfast.frontends.headers import cut_note
 from mmfast.frontends.source import (
     DEFAULT_LIMITS,
     Budget,
@@ -148,8 +150,13 @@ Piece = tuple[Tensor, int]  # samples [n] float32 mono, their rate
 _SECONDS = 0.5  # of a piece: a packet may be 1 ms
 
 
-def sound_pieces(source: MediaSource, limits: Limits) -> Iterator[Piece]:
-    """Decode a file without its damaged packets; the rate may change between pieces."""
+def sound_pieces(
+    source: MediaSource, limits: Limits, trace: Trace | None = None
+) -> Iterator[Piece]:
+    """Decode a file without its damaged packets; the rate may change between pieces.
+
+    Behind a file that is cut short, a warning tells; `trace` notes it, too.
+    """
     seconds, rate = 0.0, 0
     waiting: list[Tensor] = []
     for pcm, at in decoded_sound(source, limits):
@@ -161,6 +168,8 @@ def sound_pieces(source: MediaSource, limits: Limits) -> Iterator[Piece]:
         seconds += len(pcm) / rate
     if waiting:
         yield torch.cat(waiting), rate
+    if note := cut_note(source):
+        (warn if trace is None else trace.warn)(note)
 
 
 # Keys of a mapping; those of a file are what datasets has of a sound that is not decoded.
@@ -188,6 +197,7 @@ def load_audio(
     encoding: str | None = None,
     channels: int = 1,
     limits: Limits = DEFAULT_LIMITS,
+    trace: Trace | None = None,
 ) -> Tensor:
     """Read one sound to its end: `[n]` float32 in -1..1 at `rate` samples per second.
 
@@ -198,7 +208,8 @@ def load_audio(
     `encoding` ("pcm16", "float32", "pcm8", "mulaw", "alaw") and interleaved `channels`; or an
     iterator of arrays, of `(array, rate)`, or of raw bytes. Media without a header have
     `media_rate`, else `rate`. Channels are averaged, but where they cancel each other, which would
-    be silence, one of them is taken; peaks above full scale are cut.
+    be silence, one of them is taken; peaks above full scale are cut. A file that is cut short is
+    read up to there, with a warning, which `trace` notes.
 
     Raises:
         MediaError: It is not sound, damaged beyond use, empty, too long, of an impossible rate or
@@ -207,7 +218,7 @@ def load_audio(
     given = _given(rate, media_rate, encoding, channels)
     budget = Budget(limits, "the sound")
     parts, count = [], 0
-    for part in _resampled(_timed(_pieces(media, given, limits), limits, budget), rate):
+    for part in _resampled(_timed(_pieces(media, given, limits, trace), limits, budget), rate):
         parts.append(part)
         count += len(part)
         if 4 * count > limits.decoded_bytes:
@@ -249,11 +260,13 @@ def _given(
     return _SampleOptions(own, encoding, channels)
 
 
-def _pieces(media: Any, given: _SampleOptions, limits: Limits) -> Iterator[Piece]:
+def _pieces(
+    media: Any, given: _SampleOptions, limits: Limits, trace: Trace | None = None
+) -> Iterator[Piece]:
     media, given = _unwrapped(media, given)
     if is_encoded(media):
         if given.encoding is None:
-            return sound_pieces(open_source(media, limits, sniff_sound), limits)
+            return sound_pieces(open_source(media, limits, sniff_sound), limits, trace)
         return _raw_pieces(media, given, limits)
     if isinstance(media, Iterable) and not _is_samples(media):
         return _stream_pieces(media, given)
@@ -266,8 +279,8 @@ def is_recording(media: Any) -> bool:
 
 
 def is_batch(media: Any) -> bool:
-    """Return True for a list of sounds, and not of the samples of one."""
-    return isinstance(media, list) and not _is_samples(media)
+    """Return True for a list of sounds, which may be empty, and not of the samples of one."""
+    return isinstance(media, list) and not (media and _is_samples(media))
 
 
 def _is_samples(media: Any) -> bool:

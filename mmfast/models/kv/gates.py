@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mmfast.models.kv.notes import GATED, score_new
+from mmfast.core.trace import Trace
+from mmfast.models.kv.notes import GATED, score_new, warn_of_unscored
 from mmfast.models.reduction.call import PassState
 
 RANK, SINKS = 16, 16  # both as published
@@ -129,10 +130,14 @@ class Gating(StateRecorder):
     """Scores that gates give the tokens that a cache gets, noted on its layers."""
 
     def __init__(
-        self, modules: Mapping[int, nn.Module], gates: Mapping[int, KeyGate], state: PassState
+        self,
+        modules: Mapping[int, nn.Module],
+        gates: Mapping[int, KeyGate],
+        state: PassState,
+        trace: Trace,
     ) -> None:
         super().__init__(modules, state)
-        self._gates = gates
+        self._gates, self._trace = gates, trace
 
     @torch.no_grad()
     def arrive(self, layer: Any, index: int) -> None:
@@ -140,4 +145,5 @@ class Gating(StateRecorder):
         states = self.take(index)
         if states is not None:
             scores = self._gates[index].to(states.device)(states.float())  # [B, n, H]
-            score_new(layer, GATED, scores.transpose(1, 2).to(layer.keys.device))
+            unscored = score_new(layer, GATED, scores.transpose(1, 2).to(layer.keys.device))
+            warn_of_unscored(self._trace, unscored, "scores tokens as they come")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmfast.caches.plan import CachePlan
+from mmfast.core.trace import Trace
 from mmfast.models.reduction.call import PassState, PromptPart
 from mmfast.models.reduction.probe import head_mass, keys_seen, probe_mass, probing, softmax_rows
 from mmfast.models.reduction.sequence import Sequences
@@ -210,14 +211,29 @@ def mark(layer: Any, name: str, numbers: Tensor) -> None:
     layer.notes = {**notes, name: torch.cat([old[..., : old.shape[-1] - n].to(new), new], -1)}
 
 
-def score_new(layer: Any, name: str, scores: Tensor) -> None:
-    """Note `scores` `[B, H, n]` of the n entries that a call has just stored."""
-    notes, n = fill(layer), scores.shape[-1]
-    old = notes.get(name)
+def score_new(layer: Any, name: str, scores: Tensor) -> int:
+    """Note `scores` `[B, H, n]` of the n entries that a call has just stored.
+
+    Returns how many entries of all rows came before and have never had one.
+    """
+    notes, n, unscored = fill(layer), scores.shape[-1], 0
+    old, before = notes.get(name), notes[KIND].shape[-1] - n
     if old is None:
-        shape = (*scores.shape[:2], notes[KIND].shape[-1])
+        shape = (*scores.shape[:2], before + n)
         old = torch.full(shape, _FILL[name], dtype=torch.float32, device=scores.device)
+        unscored = int((notes[KIND][..., :before] != PADDING).any(1).sum()) if before else 0
     layer.notes = {**notes, name: torch.cat([old[..., : old.shape[-1] - n], scores], -1)}
+    return unscored
+
+
+def warn_of_unscored(trace: Trace, count: int, reads: str) -> None:
+    """Warn of `count` entries that came before a policy; `reads` says what it does to score."""
+    if count:
+        trace.warn(
+            f"{count} entries of this cache came before its policy, which {reads}: nothing is "
+            "known of them, and they stay before all others; read the whole prompt under "
+            "attach(cache=)"
+        )
 
 
 def remember_basis(layer: Any, drafts: int = 0) -> None:

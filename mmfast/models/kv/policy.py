@@ -88,7 +88,7 @@ class KVStage:
         self._gating = None
         if plan.gated:
             require_heads(model, str(plan), gates=True)
-            self._gating = Gating(self._modules, gates_of(self._modules), state)
+            self._gating = Gating(self._modules, gates_of(self._modules), state, trace)
         self._eviction = Eviction(plan, state, self._modules)
         self._packing = Packing(plan, self._eviction.always)
         self._settles = self._eviction.always or self._packing.packs

@@ -143,12 +143,7 @@ class Repetition:
         parts, first.pending = first.pending, None
         prompt, state = _joined(parts), self._state
         unread = max(_prepare(cache.layers[index]) for index in self._modules)
-        if unread:
-            self._trace.warn(
-                f"{unread} entries of this cache came before its policy, which reads a prompt a "
-                "second time: nothing is known of them, and they stay before all others; read the "
-                "whole prompt under attach(cache=)"
-            )
+        notes.warn_of_unscored(self._trace, unread, "reads a prompt a second time")
         before = state.call, state.part, state.cache, state.active
         state.call, state.part, state.cache, state.active = None, None, None, False
         try:

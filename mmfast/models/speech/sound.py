@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -9,9 +10,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmfast.core.errors import MediaError
+from mmfast.core.trace import Trace
 from mmfast.ops.audio import Resampler, resample
 
 LOUDNESS = 1e-3  # sound that never is louder is silence: -60 dB
+
+
+def tell_if_quiet(sound: Tensor, found: str, trace: Trace) -> None:
+    """Warn where nothing was found in sound `[n]` as it counts as silence, and is none."""
+    peak = float(sound.abs().max())
+    if not found.strip() and 0 < peak <= LOUDNESS:
+        trace.warn(
+            f"nothing is heard in sound that is never louder than {20 * math.log10(peak):.0f} dB "
+            "of full scale, as it counts as silence below -60 dB; make it louder"
+        )
 
 
 def samples(pcm: Tensor, rate: int, target: int) -> Tensor:

@@ -495,12 +495,13 @@ class Prefiller:
         if job.peeks:
             return True
         high = len(self.lane.kinds) if job.high is None else job.high
-        # As many layers at a time as hold the entries of a chunk: a small part of its time.
+        # As many layers at a time as hold the entries of a chunk: a small part of its time, and
+        # of the memory of a long prompt, of which a policy on several layers makes copies.
         most = max(1, self.chunk * len(self.lane.kinds) // len(job.hidden))
         while (index := policy.ended) < high:
             if budget is not None and time.perf_counter() - start > budget:
                 return False
-            mine = range(index, high if budget is None else min(high, index + most))
+            mine = range(index, min(high, index + most))
             if mine[-1] + 1 == job.high:
                 job.last = job.layers.get(mine[-1])
             ending = [(job.layers.pop(i, None), job.states.get(i)) for i in mine]

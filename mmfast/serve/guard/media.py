@@ -71,6 +71,8 @@ async def load_media(
         )
     if isinstance(mended := facts.get("mended"), int) and mended > 0:
         logger.warning("a clip has %d frames without a later time: they were spread", mended)
+    if facts.get("first"):
+        logger.warning("a picture has several frames or pages: the first is read")
     if facts.get("reduced"):
         sampling = f":{pixels.shape}"
     key = hashlib.sha256(data).hexdigest() + f":{kind}{sampling}"
@@ -101,6 +103,8 @@ async def load_sound(
     claimed = claimed or (f"audio/{format.lower()}" if format else "")
     check_claim(claimed, found, "sound", param)
     samples, facts = await _decode(data, _job("sound", config), config, param)
+    if facts.get("cut"):
+        logger.warning("a sound is shorter than its header says: it is heard up to its end")
     pcm = await asyncio.to_thread(_resampled, samples, facts["runs"], rate)
     return pcm, rate
 

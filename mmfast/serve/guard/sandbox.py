@@ -23,6 +23,7 @@ import socket
 import struct
 import sys
 import tempfile
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,7 @@ import numpy as np
 from mmfast.core.errors import MediaError
 from mmfast.frontends.audio.packets import Samples, decoded_sound, sniff_sound
 from mmfast.frontends.container import open_video
-from mmfast.frontends.headers import check_header
+from mmfast.frontends.headers import check_header, cut_note
 from mmfast.frontends.image import open_image, read_image
 from mmfast.frontends.source import IMAGE_KINDS, Limits, MediaSource, open_source
 from mmfast.frontends.video.reader import read_video
@@ -126,7 +127,10 @@ def _step(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
 
 
 def read_sound(source: MediaSource, limits: Limits) -> tuple[Samples, dict[str, Any]]:
-    """Decode a sound to mono float32 `[n]` and `runs`, pairs of rate and number of samples."""
+    """Decode a sound to mono float32 `[n]` and `runs`, pairs of rate and number of samples.
+
+    And `cut`, whether its file is shorter than its header says.
+    """
     count = 0
     parts: list[Samples] = []
     runs: list[list[int]] = []
@@ -144,7 +148,7 @@ def read_sound(source: MediaSource, limits: Limits) -> tuple[Samples, dict[str, 
         runs[-1][1] += len(pcm)
     if not count:
         raise MediaError(f"{source.name} holds no sound that can be decoded: record it again")
-    return np.concatenate(parts), {"runs": runs}
+    return np.concatenate(parts), {"runs": runs, "cut": bool(cut_note(source))}
 
 
 _LENGTH = struct.Struct("<I")
@@ -223,7 +227,10 @@ def decode(job: dict[str, Any], path: str) -> tuple[Array, dict[str, Any]]:
     """
     limits = Limits(**job["limits"])
     if job["kind"] == "image":
-        return _reduced(read_image(path, limits=limits), job.get("pixels"))
+        with warnings.catch_warnings(record=True, action="always") as told:
+            pixels = read_image(path, limits=limits)
+        pixels, facts = _reduced(pixels, job.get("pixels"))
+        return pixels, facts | {"first": bool(told)}
     if job["kind"] == "sound":
         return read_sound(open_source(path, limits, sniff_sound), limits)
     source = open_source(path, limits)

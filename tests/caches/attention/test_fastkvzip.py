@@ -165,6 +165,23 @@ def test_a_second_prompt_is_scored_behind_the_first() -> None:
         assert mine.shape[1] == 18 and bool((mine[:, 13:] < 1).all())
 
 
+def test_entries_from_before_the_gates_are_told_of_once() -> None:
+    made, _ = model()
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, :2] = 0  # padding is no entry that a gate has missed
+    begun = {CACHE: returned_cache(made(torch.tensor(IDS[:1] * 2)[:, :9], mask, use_cache=True))}
+    mask = torch.cat([mask, torch.ones(2, 22, dtype=torch.int64)], 1)
+    with (
+        attach(made, cache="fastkvzip:12") as trace,
+        pytest.warns(UserWarning, match="^16 entries of this cache came before its policy") as told,
+    ):
+        made(torch.tensor(IDS[:1] * 2)[:, 9:], mask, **begun)
+        made(torch.tensor([[7], [7]]), F.pad(mask, (0, 1), value=1), **begun)
+    assert [str(each.message) for each in told] == trace.notes and len(trace.notes) == 1
+    for mine in scored(begun[CACHE], 1):
+        assert bool((mine[:, :7] == 1).all())
+
+
 def test_heads_share_a_budget_and_packs_hold_the_same() -> None:
     made, weights = model()
     hand = by_hand(made, {"input_ids": torch.tensor(IDS[:1])}, weights)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import random
+import struct
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from audio_factory import encoded, muxed, tone
 
 from mmfast.core.errors import MediaError
+from mmfast.core.trace import Trace
 from mmfast.frontends.audio.reader import iter_audio, load_audio
 from mmfast.frontends.source import Limits
 
@@ -173,17 +176,61 @@ def test_poor_sound_is_sound(name: str) -> None:
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.7, 0.97])
 def test_truncated_files(kind: str, share: float) -> None:
-    data = FILES[kind]()
+    data, trace = FILES[kind](), Trace()
     try:
-        got = load_audio(data[: int(len(data) * share)])
+        with warnings.catch_warnings(record=True, action="always") as told:
+            got = load_audio(data[: int(len(data) * share)], trace=trace)
     except MediaError as error:
         assert "\n" not in str(error)
         assert share < 0.97 or kind in ("m4a", "ogg")  # index at the end; a single page
     else:
         assert usable(got)
         assert len(got) < 9300
+        assert len(told) == (kind in ("wav", "mkv"))  # the others do not say how long they are
+        assert trace.notes == [str(each.message) for each in told]
 
 
+def riff(*chunks: tuple[bytes, bytes], size: int | None = None, name: bytes = b"RIFF") -> bytes:
+    """A WAV of chunks; `size` is what that of its samples declares, that is the last one."""
+    body = b"WAVE"
+    for number, (kind, data) in enumerate(chunks, 1):
+        length = len(data) if number < len(chunks) or size is None else size
+        body += (
+            kind
+            + struct.pack("<I", length)
+            + data
+            + b"\0" * (number < len(chunks) and len(data) % 2)
+        )
+    return name + struct.pack("<I", len(body)) + body
+
+
+def test_a_wav_that_is_cut_short_is_heard_with_a_note(tmp_path: Path) -> None:
+    """Once for a file, however it is read; not of writers that could not know how long it gets."""
+    fmt = (b"fmt ", struct.pack("<HHIIHH", 1, 1, 16_000, 32_000, 2, 16))
+    pcm = (b"data", (tone(16_000)[:, 0] * 32_767).astype("<i2").tobytes())  # 8,000 samples
+    sizes = struct.pack("<QQQI", 0, 20_000, 0, 0)
+    path = tmp_path / "call.wav"
+    for data, declared in (
+        (riff(fmt, pcm, size=20_000), 20_044),
+        (riff((b"junk", b"odd"), fmt, pcm, size=16_001), 16_057),
+        (riff((b"ds64", sizes), fmt, pcm, size=0xFFFFFFFF, name=b"RF64"), 20_080),
+    ):
+        path.write_bytes(data)
+        trace, line = Trace(), f"'{path}' is truncated: its header declares {declared:,} bytes"
+        with pytest.warns(UserWarning) as told:
+            assert len(load_audio(path, trace=trace)) == 8000
+            assert sum(map(len, iter_audio(path))) == 8000
+        (note,) = trace.notes
+        assert note.endswith("it is heard up to there") and "\n" not in note
+        assert [str(each.message) for each in told] == [note] * 2 and note.startswith(line)
+    for data in (
+        riff(fmt, pcm, (b"LIST", b"tail")),
+        *(riff(fmt, pcm, size=size) for size in (0, 0x7FFFF000, 0x80000000, 0xFFFFFFFF)),
+    ):
+        assert len(load_audio(data)) == 8000
+
+
+@pytest.mark.filterwarnings("ignore:.* is truncated")
 @pytest.mark.parametrize("kind", FILES)
 def test_damaged_files(kind: str) -> None:
     """Random bytes anywhere: a message, or sound of a bounded length, soon."""

@@ -87,6 +87,22 @@ def test_clips_are_what_the_front_end_reads(clip_path: Path) -> None:
     assert len(keys) == 3, "another sampling is another clip"
 
 
+def test_a_sound_that_is_cut_short_is_heard_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    for data, told in ((_sound(), 0), (_sound()[:-999], 1)):
+        pcm, _ = run(load_sound(data, CONFIG))
+        assert (len(pcm) < 16_000) == bool(told)
+        mine = [each.getMessage() for each in caplog.records if each.name == "mmfast"]
+        assert mine == ["a sound is shorter than its header says: it is heard up to its end"] * told
+
+
+def test_a_picture_of_several_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    for frames in (1, 3):
+        found = run(load_media(data_url(bombs.gif(64, frames), "image/gif"), "image", CONFIG))
+        assert found.shot.pixels.shape[:2] == (64, 64)
+        mine = [each.getMessage() for each in caplog.records if each.name == "mmfast"]
+        assert mine == ["a picture has several frames or pages: the first is read"] * (frames > 1)
+
+
 def test_sounds_are_what_the_front_end_reads() -> None:
     for rate, channels in ((44_100, 2), (16_000, 1), (8_000, 1)):
         data = _sound(rate, channels)

@@ -26,6 +26,7 @@ from stream_tools import (
 import mmfast
 from mmfast.core.errors import MediaError, MmfastError, SpecError
 from mmfast.frontends.video.reader import read_video
+from mmfast.streams.reply import Sampler
 
 THREE = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
 QUESTION = "what moves?"
@@ -253,3 +254,15 @@ def test_memory_that_cannot_work() -> None:
             pipe_of("llava_onevision", **options)
     with pytest.raises(SpecError):
         pipe_of("llava_onevision", reduce="fastv@llm3:0.5")
+
+
+def test_a_sampler_that_is_given_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    this, pipe = watcher("qwen2_5_vl"), shared_pipe("qwen2_5_vl")
+    with pipe.open() as session:
+        session.push(this.clip(2), seconds(2))
+        greedy = session.ask(QUESTION, max_new_tokens=3).read()
+        monkeypatch.setattr("mmfast.streams.session.Sampler", lambda *_: pytest.fail("made"))
+        own = session.ask(
+            QUESTION, max_new_tokens=3, sampler=lambda model: Sampler(model.blocked)
+        ).read()
+    assert own == greedy
