@@ -16,6 +16,7 @@ from mmfast.core.errors import MmfastError, an
 from mmfast.core.trace import Cells, Trace
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+VIEWS = ("tiles", "overview")  # of a picture that was cut, as the model sees it
 _GAP, _LINE, _DARK, _TINT = 8, 16, 0.16, 0.55
 _GOLDEN = 0.61803398875  # neighbouring numbers get hues far apart
 
@@ -50,7 +51,7 @@ def overlay(frames: Any, trace: Trace, item: int = 0, *, square: bool = False) -
 def frame_pictures(
     frames: Any, trace: Trace, item: int = 0, *, square: bool = False
 ) -> list[tuple[Image.Image, str]]:
-    """The frames of `overlay` one by one, each with a line that counts its tokens."""
+    """The frames of `overlay` one by one, each with its number or view and a count of its tokens."""
     if not isinstance(trace, Trace):
         raise MmfastError(f"{an(type(trace).__name__)} is no trace; give that of the call: .trace")
     pictures = [_square(each) if square else each for each in _frames(frames)]
@@ -62,7 +63,8 @@ def frame_pictures(
     tiles = []
     for number, cell in enumerate(cells):
         picture = pictures[min(len(pictures) - 1, number * step)]
-        tiles.append((_paint(picture, cell, colours, width), _caption(number, cell)))
+        name = VIEWS[number] if (len(pictures), len(cells)) == (1, 2) else str(number)
+        tiles.append((_paint(picture, cell, colours, width), f"{name}: {_counted(cell)}"))
     return tiles
 
 
@@ -186,10 +188,10 @@ def _paint_patch(patch: Floats, colour: Floats | None, dropped: bool, share: flo
         patch[:] = patch + (1 - share) * _TINT * (255 - patch)
 
 
-def _caption(number: int, cell: Cells) -> str:
+def _counted(cell: Cells) -> str:
     here = int((cell.owner >= 0).sum())
     standing = int(cell.stands.sum())
-    return f"{number}: {standing} of {cell.owner.numel()} left, {here - standing} merged in"
+    return f"{standing} of {cell.owner.numel()} left, {here - standing} merged in"
 
 
 def _header(trace: Trace, item: int) -> str:
