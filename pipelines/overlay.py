@@ -51,7 +51,7 @@ def overlay(frames: Any, trace: Trace, item: int = 0, *, square: bool = False) -
 def frame_pictures(
     frames: Any, trace: Trace, item: int = 0, *, square: bool = False
 ) -> list[tuple[Image.Image, str]]:
-    """The frames of `overlay` one by one, each with its number or view and a count of its tokens."""
+    """The frames of `overlay` one by one, each with its number or view and its tokens."""
     if not isinstance(trace, Trace):
         raise MmfastError(f"{an(type(trace).__name__)} is no trace; give that of the call: .trace")
     pictures = [_square(each) if square else each for each in _frames(frames)]
