@@ -351,7 +351,7 @@ LEGEND = (
     ("as it was", "kept"),
     ("same colour", "merged into one token; its place is framed"),
     ("dark", "dropped"),
-    ("pale", "merged inside the vision tower"),
+    ("pale", "partly mixed with others"),
 )
 
 

@@ -184,7 +184,7 @@ def _paint_patch(patch: Floats, colour: Floats | None, dropped: bool, share: flo
         patch[:] = _DARK * patch.mean(-1, keepdims=True)
     elif colour is not None:
         patch[:] = (1 - _TINT) * patch + _TINT * colour
-    elif share < 1:  # merged inside the tower: towards white by what was merged away
+    elif share < 1:  # in the tower, or in several tokens: towards white by what is elsewhere
         patch[:] = patch + (1 - share) * _TINT * (255 - patch)
 
 
@@ -218,7 +218,7 @@ def _sheet(tiles: Sequence[tuple[Image.Image, str]], header: str) -> Image.Image
     draw.text((_GAP, _GAP // 2), header, fill="black", font=font)
     legend = (
         "untouched: kept  |  same colour: merged into one token, whose place is framed  |  "
-        "dark: dropped  |  pale: partly merged in the tower"
+        "dark: dropped  |  pale: partly mixed with others"
     )
     draw.text((_GAP, _GAP // 2 + _LINE), legend, fill="dimgray", font=font)
     for index, (tile, caption) in enumerate(tiles):
