@@ -129,11 +129,11 @@ TEXT = """
 The models inside are small on purpose: they load in a second, answer on a laptop, and were
 trained for this page's clips. They know nothing of the world outside.
 
-* **Ask**: short clips of one to four moving shapes, and single frames of them. Colour, shape,
-  number of objects, direction, which is faster, corner at the start or the end, which came
-  first, and a two-digit number on the screen. Your own film gives an answer, too, but a
-  meaningless one. A real checkpoint takes the place of the small one with `mmfast demo --model
-  Qwen/Qwen2.5-VL-7B-Instruct`.
+* **Ask** and **Compare**: short clips of one to four moving shapes, and single frames of them.
+  Colour, shape, number of objects, direction, which is faster, corner at the start or the end,
+  which came first, and a two-digit number on the screen. The receipt is read by a model of its
+  own. What is said of photos and real films is meaningless. A real checkpoint takes the place of
+  the small ones with `mmfast demo --model Qwen/Qwen2.5-VL-7B-Instruct`.
 * **Watch**: the same shapes without end. What is on the screen *now*, and the number or the
   corner of a thing that was shown for some seconds, however long ago.
 * **Voice**: numbers, colours, shapes, motions, positions, times and short dialogue in English;

@@ -35,15 +35,13 @@ class MediaInputs(NamedTuple):
         """Show what is chosen; the results `shown` are of another one, and go."""
         clear: dict[str, Any] = {**views.QUICK, "queue": False}
         self.changed.click(views.emptied, None, shown, **clear)
-        given, asked = (
-            [self.example, self.upload],
-            [question] if tries is None else [question, tries],
-        )
+        asked = [question] if tries is None else [question, tries]
+        given, outputs = [self.example, self.upload], [self.player, self.frames, *asked]
         choose = polite(choose_several if tries is None else choose_one)
-        outputs = [self.player, self.frames, *asked]
         chosen = self.example.input(views.emptied, None, shown, **clear)
         chosen.then(choose, given, outputs, **views.QUICK)
-        taken = self.upload.change(own, self.upload, [self.example, self.player, *shown], **clear)
+        stale = [self.example, self.player, *asked[1:], *shown]
+        taken = self.upload.change(partial(own, tries is not None), None, stale, **clear)
         taken.then(polite(take), given, [self.player, self.frames], **views.QUICK)
 
 
@@ -67,9 +65,13 @@ def media_inputs(name: str) -> MediaInputs:
     return MediaInputs(upload, example, player, frames, changed)
 
 
-def own(upload: str | None) -> tuple[Any, ...]:
-    """The upload is what is asked about now; what was shown before is stale."""
-    return OWN, take(OWN, None)[0], *views.emptied()
+def own(tries: bool) -> tuple[Any, ...]:
+    """The upload is what is asked about now; what was shown before is stale, its questions too."""
+    return OWN, take(OWN, None)[0], *[_tries([])] * tries, *views.emptied()
+
+
+def _tries(asked: list[str]) -> Any:
+    return gr.Dataset(samples=[[each] for each in asked], visible=bool(asked))
 
 
 def chosen(example: str | None, upload: str | None) -> str:
@@ -99,10 +101,9 @@ def take(example: str | None, upload: str | None) -> tuple[str, Any]:
 
 def choose_one(example: str, upload: str | None) -> tuple[Any, ...]:
     if example == OWN:
-        return *take(example, upload), gr.skip(), gr.Dataset(samples=[])
+        return *take(example, upload), gr.skip(), _tries([])
     asked = examples.questions(example)
-    samples = gr.Dataset(samples=[[each] for each in asked])
-    return *take(example, upload), asked[0], samples
+    return *take(example, upload), asked[0], _tries(asked)
 
 
 def choose_several(example: str, upload: str | None) -> tuple[Any, ...]:
@@ -200,7 +201,7 @@ def ask_tab(shelf: Shelf, blocks: Any) -> None:
     live = {**how, "trigger_mode": "always_last", "show_progress": "hidden"}
     slides = [budget.input, method.input, media.frames.input]
     moved = gr.on(slides, polite(tab.slide), [*settings, before], shown, **live)
-    moved.failure(views.emptied, None, shown, **views.QUICK)
+    moved.failure(views.failed, None, shown, **views.QUICK)
     method.change(about_method, method, about, api_visibility="private", queue=False)
     gr.on([each.change for each in settings], partial(copies, shelf), settings, code, **views.QUICK)
     media.wire(shown, question, tries)
@@ -350,7 +351,7 @@ LEGEND = (
     ("as it was", "kept"),
     ("same colour", "merged into one token; its place is framed"),
     ("dark", "dropped"),
-    ("pale", "merged inside the vision tower"),
+    ("pale", "partly mixed with others"),
 )
 
 
@@ -448,12 +449,17 @@ def pictures_of(base: Shown, fast: Shown) -> str:
 
 
 def _caption(number: int, count: int, line: str) -> str:
-    rest = line.split(": ", 1)[-1]
+    head, _, rest = line.partition(": ")
+    if not head.isdigit():
+        return f"{head.capitalize()}: {rest}"
     return f"Frame {number + 1} of {count}: {rest}" if count > 1 else rest
+
+
+_SIGNALS = {"x": "features", "attn": "attention", "query": "the question", "rope": "positions"}
 
 
 def about_method(name: str) -> str:
     method = next(each for each in offered() if each.name == name)
     paper = views.link(method) or "a baseline, no paper"
-    needs = ", ".join(method.needs)
+    needs = ", ".join(_SIGNALS.get(name, name.replace("_", " ")) for name in method.needs)
     return f'<p class="mm-soft">{escape(method.summary)} Reads: {escape(needs)}. {paper}</p>'

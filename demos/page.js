@@ -86,6 +86,7 @@
       this.replaceChildren();
       this.range = null;
       this.frames = JSON.parse(this.dataset.frames);
+      this.word = this.frames[0]?.caption.startsWith("Frame") ? "Frame" : "View"; // of a picture
       const pair = make("div", { class: "mm-pair" });
       for (const side of ["seen", "kept"]) {
         this[side] = make("img", { alt: "" });
@@ -99,10 +100,10 @@
 
     scrubber() {
       this.range = make("input", {
-        type: "range", min: 0, max: this.frames.length - 1, step: 1, "aria-label": "Frame",
+        type: "range", min: 0, max: this.frames.length - 1, step: 1, "aria-label": this.word,
       });
       this.range.addEventListener("input", () => this.show(Number(this.range.value)));
-      const strip = make("div", { class: "mm-strip", role: "group", "aria-label": "Frames" });
+      const strip = make("div", { class: "mm-strip", role: "group", "aria-label": this.word + "s" });
       this.buttons = this.frames.map((frame, number) => {
         const button = make(
           "button", { type: "button", "aria-label": frame.caption },
@@ -112,14 +113,14 @@
         strip.append(button);
         return button;
       });
-      return [make("label", { class: "mm-scrub" }, "Frame", this.range), strip];
+      return [make("label", { class: "mm-scrub" }, this.word, this.range), strip];
     }
 
     show(number) {
       Frames.at = number;
       const frame = this.frames[number];
       this.seen.src = frame.seen;
-      this.seen.alt = "What the model sees of frame " + (number + 1);
+      this.seen.alt = `What the model sees of ${this.word.toLowerCase()} ${number + 1}`;
       this.seenCaption.textContent = "What the model sees";
       this.kept.src = frame.kept;
       this.kept.alt = frame.caption;

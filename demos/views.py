@@ -113,6 +113,11 @@ def emptied() -> tuple[str, str, None]:
     return note(EMPTY), "", None
 
 
+def failed() -> tuple[str, str, None]:
+    """Results of work that ended in a message."""
+    return note("No answer: the message tells why."), "", None
+
+
 class Run:
     """Work for one visitor, which another event of the visitor ends."""
 
@@ -148,7 +153,8 @@ def stoppable(
     )
     where: dict[str, Any] = {"show_progress_on": shown[0], "api_visibility": "private"}
     work = first.then(fn, given, shown, **where, **BUSY)
-    work.then(ready, None, stop, js=reveal, **quick)
+    work.success(ready, None, stop, js=reveal, **quick)
+    work.failure(lambda: (ready(), *failed()), None, [stop, *shown], js=reveal, **quick)
 
     def ended(run: Run) -> tuple[Any, ...]:
         run.stop()

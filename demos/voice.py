@@ -231,10 +231,10 @@ def voice_tab(shelf: Shelf) -> None:
             with gr.Row():
                 voice = gr.Dropdown(
                     [(f"{name} ({how})", name) for name, how in VOICES.items()],
-                    value="en-us", label="Voice", min_width=140,
+                    value="en-us", label="Voice", scale=2, min_width=140,
                 )  # fmt: skip
                 mode = gr.Dropdown(
-                    list(MODES), value=next(iter(MODES)), label="Drafting", min_width=200
+                    list(MODES), value=next(iter(MODES)), label="Drafting", scale=3, min_width=200
                 )
             button = gr.Button("Say it", variant="primary", elem_id="say")
         with gr.Column(scale=5, min_width=280):
@@ -254,7 +254,8 @@ def say(shelf: Shelf, text: str, voice: str, mode: str) -> tuple[tuple[int, Any]
         ("time per second of speech", f"{stats['rtf']:.2f} s"),
         ("audio tokens a pass", f"{stats['tokens_per_pass']:.2f}"),
     ]
-    return (spoken.rate, _int16(spoken.pcm)), views.facts(rows, "Figures of the speech")
+    note = f'<p class="mm-soft">{escape(spoken.note)}</p>' if spoken.note else ""
+    return (spoken.rate, _int16(spoken.pcm)), views.facts(rows, "Figures of the speech") + note
 
 
 def talking() -> str:

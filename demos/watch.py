@@ -103,7 +103,7 @@ class VisitorStream:
             ("stream time", _clock(stats["seconds"] or 0.0)),
             ("tokens seen", f"{stats['tokens']:,}"),
             ("live tokens", f"{memory['live_tokens']:,}"),
-            ("window", memory["spec"] or "everything"),
+            ("window", (memory["spec"] or "everything").replace("+", " + ")),
             ("archived frames", f"{sum(archive.get('blocks', {}).values()):,}"),
             ("by tier", " · ".join(tiers) or "no archive"),
             ("left out", f"{stats['dropped'] + stats['gated'] + late:,} frames"),
@@ -210,8 +210,8 @@ class WatchEvents:
         self.leave(request)
         world = which == WORLD
         updates = [gr.update(visible=world) for _ in range(3)]
-        note = views.note(NO_COUNTERS)
-        return [*updates, gr.update(visible=not world), gr.Timer(active=False), note]
+        rest = (views.note(NO_COUNTERS), shown([]), log([]))
+        return [*updates, gr.update(visible=not world), gr.Timer(active=False), *rest]
 
     def leave(self, request: gr.Request) -> None:
         self.seats.leave(str(request.session_hash))
@@ -250,7 +250,8 @@ def watch_tab(shelf: Shelf, blocks: Any) -> WatchEvents:
     forget.click(events.forget, None, [timer, *seen, answers], **views.QUICK)
     timer.tick(events.look, None, seen, queue=False, **views.QUICK)
     of_world = [world, play, pause]
-    source.change(events.choose, source, [*of_world, camera, timer, counters], **views.QUICK)
+    begun = [*of_world, camera, timer, counters, truth, answers]
+    source.change(events.choose, source, begun, **views.QUICK)
     camera.stream(
         polite(events.frame), [camera, memory], counters, stream_every=FRAME_EVERY,
         time_limit=LONGEST, concurrency_limit=events.seats.most, **views.QUICK,

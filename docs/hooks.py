@@ -1,10 +1,11 @@
-"""Hook of mkdocs: lay the package out as an installed one, so that the Python pages are found.
+"""Hooks of mkdocs: where the package lies for the Python pages, and bars in the code of tables.
 
 kernels/, pipelines/ and demos/ lie beside mmfast/ in a checkout, and inside it once installed.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,3 +21,9 @@ def on_startup(**_: Any) -> None:
         link = home / part.name
         if not link.exists():
             link.symlink_to(part)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Return a page with bars in the code of tables as they are; GitHub alone wants an escape."""
+    bars = lambda line: re.sub(r"`[^`]*`", lambda code: code[0].replace(r"\|", "|"), line[0])
+    return re.sub(r"^\|.*$", bars, markdown, flags=re.MULTILINE)

@@ -16,6 +16,7 @@ from mmfast.core.errors import MmfastError, an
 from mmfast.core.trace import Cells, Trace
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+VIEWS = ("tiles", "overview")  # of a picture that was cut, as the model sees it
 _GAP, _LINE, _DARK, _TINT = 8, 16, 0.16, 0.55
 _GOLDEN = 0.61803398875  # neighbouring numbers get hues far apart
 
@@ -50,7 +51,7 @@ def overlay(frames: Any, trace: Trace, item: int = 0, *, square: bool = False) -
 def frame_pictures(
     frames: Any, trace: Trace, item: int = 0, *, square: bool = False
 ) -> list[tuple[Image.Image, str]]:
-    """The frames of `overlay` one by one, each with a line that counts its tokens."""
+    """The frames of `overlay` one by one, each with its number or view and its tokens."""
     if not isinstance(trace, Trace):
         raise MmfastError(f"{an(type(trace).__name__)} is no trace; give that of the call: .trace")
     pictures = [_square(each) if square else each for each in _frames(frames)]
@@ -62,7 +63,8 @@ def frame_pictures(
     tiles = []
     for number, cell in enumerate(cells):
         picture = pictures[min(len(pictures) - 1, number * step)]
-        tiles.append((_paint(picture, cell, colours, width), _caption(number, cell)))
+        name = VIEWS[number] if (len(pictures), len(cells)) == (1, 2) else str(number)
+        tiles.append((_paint(picture, cell, colours, width), f"{name}: {_counted(cell)}"))
     return tiles
 
 
@@ -182,14 +184,14 @@ def _paint_patch(patch: Floats, colour: Floats | None, dropped: bool, share: flo
         patch[:] = _DARK * patch.mean(-1, keepdims=True)
     elif colour is not None:
         patch[:] = (1 - _TINT) * patch + _TINT * colour
-    elif share < 1:  # merged inside the tower: towards white by what was merged away
+    elif share < 1:  # in the tower, or in several tokens: towards white by what is elsewhere
         patch[:] = patch + (1 - share) * _TINT * (255 - patch)
 
 
-def _caption(number: int, cell: Cells) -> str:
+def _counted(cell: Cells) -> str:
     here = int((cell.owner >= 0).sum())
     standing = int(cell.stands.sum())
-    return f"{number}: {standing} of {cell.owner.numel()} left, {here - standing} merged in"
+    return f"{standing} of {cell.owner.numel()} left, {here - standing} merged in"
 
 
 def _header(trace: Trace, item: int) -> str:
@@ -216,7 +218,7 @@ def _sheet(tiles: Sequence[tuple[Image.Image, str]], header: str) -> Image.Image
     draw.text((_GAP, _GAP // 2), header, fill="black", font=font)
     legend = (
         "untouched: kept  |  same colour: merged into one token, whose place is framed  |  "
-        "dark: dropped  |  pale: partly merged in the tower"
+        "dark: dropped  |  pale: partly mixed with others"
     )
     draw.text((_GAP, _GAP // 2 + _LINE), legend, fill="dimgray", font=font)
     for index, (tile, caption) in enumerate(tiles):

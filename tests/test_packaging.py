@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[1]
 USE = """
@@ -120,3 +123,21 @@ def test_bare_checkout_finds_kernels_and_pipelines() -> None:
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert Path(run.stdout.strip()).parent == ROOT / "pipelines"
+
+
+def test_the_space_asks_for_what_the_package_is() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    _, head, _ = (ROOT / "space" / "README.md").read_text().split("---\n", 2)
+    said = dict(line.split(": ", 1) for line in head.splitlines())
+    (needed,) = (
+        Requirement(each)
+        for each in project["optional-dependencies"]["demo"]
+        if each.startswith("gradio")
+    )
+    assert said["sdk"] == needed.name and said["sdk_version"] in needed.specifier
+    # 6.0 to 6.23 know no option that the page gives them
+    assert "6.23.1" not in needed.specifier and "6.24.0" in needed.specifier
+    assert said["python_version"].strip('"') in SpecifierSet(project["requires-python"])
+    assert len(said["short_description"]) <= 60  # longer ones are refused there
+    wheel = f"./mmfast-{project['version']}-py3-none-any.whl[demo]"
+    assert wheel in (ROOT / "space" / "requirements.txt").read_text().splitlines()

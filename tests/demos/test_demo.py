@@ -30,7 +30,7 @@ from mmfast.core.errors import MmfastError
 
 pytest.importorskip("gradio", reason="the demo needs gradio: pip install mmfast[demo]")
 
-from mmfast.demos import ask, compare, examples, views, watch
+from mmfast.demos import ask, compare, examples, views, voice, watch
 from mmfast.demos.app import build
 from mmfast.demos.shelf import Seats, Shelf
 from mmfast.demos.voice import Talk, VoiceSocket
@@ -165,6 +165,33 @@ def test_copied_code_gives_what_the_page_shows(
     assert f"{capsys.readouterr().out.strip()}/clips/{example}" == path
 
 
+def test_pictures_have_views_and_clips_have_frames(shelf: Shelf) -> None:
+    said = {
+        name: [
+            ask._caption(i, len(seen), line)
+            for seen in [ask.glimpse(shelf, path, "How many?", "divprune:0.25", 2).frames]
+            for i, (_, line) in enumerate(seen)
+        ]
+        for name in (CLIP, "receipt.jpg")
+        for path in [ask.chosen(name, None)]
+    }
+    heads = {name: [line.partition(":")[0] for line in lines] for name, lines in said.items()}
+    assert heads == {CLIP: ["Frame 1 of 2", "Frame 2 of 2"], "receipt.jpg": ["Tiles", "Overview"]}
+
+
+def test_signals_of_a_method_are_words() -> None:
+    assert "Reads: features." in ask.about_method("divprune")
+    assert "Reads: positions, values, text values." in ask.about_method("ivc_prune")
+
+
+def test_words_that_cannot_be_said_are_told(shelf: Shelf) -> None:
+    with pytest.warns(UserWarning, match="left out"):
+        _, page = voice.say(shelf, "left \u4f60", "en-us", next(iter(voice.MODES)))
+    assert "left out, as the model cannot say them: \u4f60" in page
+    _, page = voice.say(shelf, "left", "en-us", next(iter(voice.MODES)))
+    assert "left out" not in page
+
+
 def test_copied_code_of_an_upload_quotes_what_the_visitor_wrote() -> None:
     shelf = Shelf("org/model", "cuda")
     name, asked = '-it\'s "a" <film>.mp4', 'Who\'s "there"? $(reboot)'
@@ -246,10 +273,10 @@ def test_stop_ends_the_work_between_two_answers(shelf: Shelf) -> None:
     assert run.tick(progress) and not run.stopped  # the next one runs
 
 
-def test_a_new_upload_leaves_nothing_of_the_one_before(tmp_path: Path) -> None:
-    bad = tmp_path / "film.mp4"
-    bad.write_bytes(b"this is no film")
-    example, player, result, pictures, before = ask.own(str(bad))
+def test_a_new_upload_leaves_nothing_of_the_one_before() -> None:
+    example, player, tries, result, pictures, before = ask.own(tries=True)
+    assert not tries.visible and not tries.samples
+    assert len(ask.own(tries=False)) == 5
     assert example == examples.OWN and "Choose a file" in player
     assert (result, pictures, before) == views.emptied() and "mm-card" not in result
 
@@ -462,7 +489,8 @@ def test_memory_stays_bounded_and_counters_say_so(shelf: Shelf) -> None:
     assert sizes[-1] == sizes[40]
     figures = dict(stream.figures())
     assert figures["frames seen"] == "48" and int(figures["archived frames"]) > 10
-    assert figures["window"] == SMALL and figures["read again"] == "no frame yet"
+    assert figures["window"] == "sink:64 + window:1152 + retrieve:16"  # breaks into lines
+    assert figures["read again"] == "no frame yet"
     assert figures["by tier"].startswith("device ") and figures["left out"] == "0 frames"
     stream.session.push(frame, 46.5)
     assert dict(stream.figures())["left out"] == "1 frames"

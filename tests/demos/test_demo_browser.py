@@ -226,6 +226,10 @@ def test_a_file_that_is_no_clip_is_refused_in_one_line(visit: Visit, tmp_path: P
     told.wait_for()
     assert "'holiday.mp4' is neither an image nor a video" in told.inner_text()
     assert not page.locator(".mm-card").count()  # nothing of the clip before
+    assert not page.locator("button.gallery-item").filter(visible=True).count()
+    page.locator("#ask").click()
+    page.get_by_text("No answer: the message tells why.").wait_for()
+    page.locator("#ask-stop").wait_for(state="hidden")
     # what the page logs of its own errors is no fault of it
     visit.bad = [line for line in visit.bad if not line.startswith("console:")]
 
@@ -259,6 +263,8 @@ def test_the_world_is_watched_and_asked(visit: Visit) -> None:
     assert "MB" in page.locator("#counters").inner_text()
     visit.shoot("watch")
     page.locator("#pause").click()
+    page.get_by_label("camera", exact=True).check()  # another stream, of which nothing was asked
+    page.locator("#watch-log strong").wait_for(state="detached")
 
 
 @pytest.mark.slow
@@ -311,6 +317,8 @@ def test_a_typed_text_is_heard(visit: Visit) -> None:
     assert sound.value.ok and len(sound.value.body()) > 10_000
     page.locator("#say-figures dd").first.wait_for()
     assert "audio tokens a pass" in page.locator("#say-figures").inner_text()
+    room = "(box) => parseFloat(getComputedStyle(box).paddingRight)"
+    assert page.get_by_label("Drafting").evaluate(room) > 16  # the arrow lies there
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     api = (tmp_path / "api.html").read_text(encoding="utf-8")
     assert "Keep everything else" in api or "attach" in api
+    assert "--sort accuracy|ttft]" in (tmp_path / "commands.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: f"{method.kind}-{method.name}")

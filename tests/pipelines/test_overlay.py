@@ -22,7 +22,7 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Mix, Reduction
 from mmfast.core.trace import View, fate_of, tile_places
 from mmfast.models.families.adapter import raster_places
-from mmfast.pipelines.overlay import check_target, save_sheet
+from mmfast.pipelines.overlay import check_target, frame_pictures, save_sheet
 
 
 def by_hand(n: int, chain: list[Reduction]) -> list[float]:
@@ -80,6 +80,12 @@ def test_heatmap_of_tiles_is_the_mosaic_then_the_overview() -> None:
     kept = (reduction.owner >= 0).float().numpy()
     assert np.array_equal(overview.ravel(), kept[:36])
     assert np.array_equal(mosaic.ravel(), kept[36:])
+    drawn = frame_pictures(tiny("llava_onevision").images(1)[0], trace)
+    left = [f"{int(kept[36:].sum())} of {kept.size - 36}", f"{int(kept[:36].sum())} of 36"]
+    names = ("tiles", "overview")
+    assert [line for _, line in drawn] == [
+        f"{name}: {count} left, 0 merged in" for name, count in zip(names, left, strict=True)
+    ]
     with pytest.raises(MmfastError, match=r"frame 2 of item 0.*0 to 1"):
         trace.heatmap(2)
     with pytest.raises(MmfastError, match="no picture of item 3; items: 0"):
