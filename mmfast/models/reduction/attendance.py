@@ -42,6 +42,7 @@ class Attendance:
         self._encoded = False
         self._encoder = tower_of(model) if adapter_for(model).alone else None
         self._uncompiled: Any = torch.compiler.disable(apply)
+        self._traced: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -68,10 +69,10 @@ class Attendance:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs} if args else kwargs
-        # Dynamo, which torch.compile runs on, takes both for True, and says itself what strict
+        # Dynamo, on which torch.compile runs, takes both for True, and says itself what strict
         # exports cannot have.
         exports = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-        if exports or torch.jit.is_tracing():
+        if exports or self._traced():
             raise ModelError(
                 f"torch.export, torch.onnx and torch.jit.trace of this {type(module).__name__} "
                 "would keep the choice of tokens of one prompt for all; detach first, and export "

@@ -136,7 +136,7 @@ def padding_of(
 
 
 def _visible(mask: Tensor, length: int, past: int, cache: Any) -> Tensor:
-    """What new tokens see of those so far by a 4-D mask, `[B, H, L, P + L]`."""
+    """Tokens so far that new ones see by a 4-D mask, `[B, H, L, P + L]`."""
     past -= getattr(layer_of_model_mask(cache), "dropped", 0) if past else 0
     return (mask if mask.dtype == torch.bool else mask == 0)[..., : past + length]
 

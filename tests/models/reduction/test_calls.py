@@ -7,8 +7,9 @@ from typing import Any
 import model_oracle as oracle
 import pytest
 import torch
+from attach_runs import logits_close
 from text_zoo import prompt, text_model
-from tiny_models import Tiny, build, tiny, video_prompt
+from tiny_models import Tiny, build, generate, tiny, video_prompt
 from torch import Tensor
 
 import mmfast
@@ -109,6 +110,18 @@ def test_a_mask_that_stock_code_makes_serves(family: str) -> None:
         steps = this.model.generate(**inputs, **options)
         static = this.model.generate(**inputs, **options, cache_implementation="static")
     assert torch.equal(static, steps) and bool(mask.all())
+
+
+def test_chunks_of_a_static_cache_see_forward_as_others_do() -> None:
+    """`generate` makes their masks itself, and a cut makes them anew."""
+    this = tiny("paligemma")
+    inputs = this.inputs(["on {image} what?"], images=this.images(1))
+    with mmfast.attach(this.model, CUT):
+        dynamic, static = (
+            generate(this, inputs, 2, prefill_chunk_size=9, **more)
+            for more in ({}, {"cache_implementation": "static"})
+        )
+    logits_close(dynamic, static)
 
 
 def test_packed_sequences_are_refused() -> None:
