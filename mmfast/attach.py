@@ -32,6 +32,8 @@ Stage = AbstractContextManager[None]
 _HANDLE, _UNDO = "_mmfast_handle", "_mmfast_undo"
 # Protocols of copying, which torch looks up on the object: a copy would share hooks and state.
 _COPIES = ("__deepcopy__", "__reduce_ex__")
+# Continuous batching of transformers begins there: one row of many requests, in a paged cache.
+_BATCHES = "init_continuous_batching"
 
 
 class Handle(AbstractContextManager[Trace]):
@@ -404,13 +406,20 @@ def _held(model: Any, base: Any, handle: Handle) -> Iterator[None]:
             "pickle it"
         )
 
-    copied = {id(each): each for each in (model, base)}.values()
-    for module in copied:
-        module.__dict__.update(dict.fromkeys(_COPIES, refuse))
+    def refuse_batches(*_: Any, **__: Any) -> NoReturn:
+        raise ModelError(
+            f"{name} has {what!r} attached, which does not act in generate_batch (continuous "
+            "batching, a paged cache); call generate, serve it with `mmfast serve`, or detach first"
+        )
+
+    refused = {**dict.fromkeys(_COPIES, refuse), _BATCHES: refuse_batches}
+    refusing = {id(each): each for each in (model, base)}.values()
+    for module in refusing:
+        module.__dict__.update(refused)
     try:
         yield
     finally:
-        for module in copied:
-            for each in _COPIES:
+        for module in refusing:
+            for each in refused:
                 module.__dict__.pop(each, None)
         base.__dict__.pop(_HANDLE, None)

@@ -14,8 +14,11 @@ from mmfast.models.families.llava import fold, layout, recover
 
 def blocks(call: Call) -> Tensor | None:
     """The prompt is one block; a later call without pixels is causal, as in the stock model."""
-    types, cache = call.get("token_type_ids"), cache_of(call)
-    first = cache is None or not cache.is_initialized or call.get("pixel_values") is not None
+    types, cache, mask = call.get("token_type_ids"), cache_of(call), call.get("attention_mask")
+    # `generate` makes the masks of a static cache itself, which is initialized before the prompt.
+    ready = isinstance(mask, dict) or (mask is not None and mask.ndim == 4)
+    empty = cache is None or not (int(cache.get_seq_length()) if ready else cache.is_initialized)
+    first = empty or call.get("pixel_values") is not None
     return (types != 0).long().neg() if types is not None and first else None
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmfast.core.errors import ModelError
 from mmfast.core.registry import ALL, MEDIA, TOKENS
 from mmfast.core.spec import Spec
 from mmfast.core.trace import Trace
-from mmfast.models.cache_name import cache_of
+from mmfast.models.cache_name import layered_cache_of
 from mmfast.models.families.adapter import adapter_for, tower_of
 from mmfast.models.families.tower import KINDS, kinds_of
 from mmfast.models.patching import override, stand_before
@@ -41,6 +42,7 @@ class Attendance:
         self._encoded = False
         self._encoder = tower_of(model) if adapter_for(model).alone else None
         self._uncompiled: Any = torch.compiler.disable(apply)
+        self._traced: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -67,6 +69,15 @@ class Attendance:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs} if args else kwargs
+        # Dynamo, on which torch.compile runs, takes both for True, and says itself what strict
+        # exports cannot have.
+        exports = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+        if exports or self._traced():
+            raise ModelError(
+                f"torch.export, torch.onnx and torch.jit.trace of this {type(module).__name__} "
+                "would keep the choice of tokens of one prompt for all; detach first, and export "
+                "the stock model"
+            )
         ids = kwargs.get("input_ids")
         length = (kwargs["inputs_embeds"] if ids is None else ids).shape[1]
         if torch.compiler.is_compiling():
@@ -83,9 +94,11 @@ class Attendance:
             self._trace.rows.clear()
             self._trace.reductions.clear()
         encoded, self._encoded = self._encoded, False
+        # Features that a caller encodes and merges by hand are no media of the prompt that follows.
+        encoded = encoded and kwargs.get("input_ids") is not None
         if not self._stages or encoded or features_given(kwargs):
             return
-        cache = cache_of(kwargs)
+        cache = layered_cache_of(kwargs)
         if cache is None or int(cache.get_seq_length()) == 0:
             self._trace.warn(self._reason(kwargs))
 

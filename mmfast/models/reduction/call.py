@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
+from mmfast.core.errors import ModelError
 from mmfast.core.locks import WholeLock
 from mmfast.models.cache_name import cache_of, layered_cache_of
 from mmfast.models.patching import override, stand_before
@@ -76,7 +77,7 @@ class PromptTracker:
         """Take the length of a prompt from the `generate` of a model."""
         with ExitStack() as stack:
             if hasattr(model, "_prepare_model_inputs"):  # a base model does not generate
-                stack.enter_context(override(model, "generate", self._generate))
+                stack.enter_context(override(model, "generate", partial(self._generate, model)))
                 stack.enter_context(override(model, "_prepare_model_inputs", self._inputs))
             yield
 
@@ -90,7 +91,15 @@ class PromptTracker:
         behind = past + length - local.end
         return PromptPart(max(0, behind), max(0, -behind), past <= local.begin)
 
-    def _generate(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _generate(self, model: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("generation_config") or model.generation_config
+        scale = kwargs.get("guidance_scale", getattr(config, "guidance_scale", None))
+        if scale is not None and scale != 1:
+            raise ModelError(
+                f"guidance_scale={scale} reads a second prompt inside generate, which cache= and "
+                "cuts of text would take for a part of the first one; leave it out, or use reduce= "
+                "on media alone"
+            )
         local = self._local
         before = local.inside, local.begin, local.end
         local.inside, local.end = True, None

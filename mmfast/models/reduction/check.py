@@ -63,6 +63,8 @@ def check(
     text = decoder_of(model)
     if not adapter.media:
         _check_text(specs, model, encoder)
+    _check_head([spec for spec in specs if not spec.whole], model)
+    _check_parallel(specs, model, cache)
     if cache is not None:
         _check_cache(cache, model)
         if cache.follows and specs:
@@ -89,6 +91,36 @@ def check(
             layer_ahead(spec, text)
             _check_positions(spec, turns_once(text, adapter.mrope))
     return specs
+
+
+_BY_PLACE = ("ForTokenClassification", "ForQuestionAnswering")  # heads, by the end of their class
+# Signals that are the same in every process of tensor parallelism, of which each has some heads.
+_SHARED = {"x", "query", "grid", "pixels", "image", "kind", "drift", "rope"}
+
+
+def _check_head(specs: Sequence[Spec], model: Any) -> None:
+    """Refuse cuts under a head that answers by the places of all tokens."""
+    name = type(model).__name__
+    if specs and name.endswith(_BY_PLACE):
+        raise ModelError(
+            f"'{specs[0]}' drops tokens, and {name} answers at places of the whole prompt; leave "
+            "out reduce=, or use a head that generates or classifies the prompt"
+        )
+
+
+def _check_parallel(specs: Sequence[Spec], model: Any, cache: CachePlan | None) -> None:
+    """Refuse what would choose by the heads of one process, each of them other tokens."""
+    if (getattr(model, "tp_size", None) or 1) == 1:
+        return
+    parts = () if cache is None else cache.parts
+    by_head = [str(s) for s in specs if not s.whole and not set(s.method.needs) <= _SHARED]
+    by_head += [f"cache '{part}'" for part in parts if part.method.role != "position"]
+    if by_head:
+        raise ModelError(
+            f"{by_head[0]} reads attention, keys or values, of which each of {model.tp_size} "
+            "tensor-parallel processes has its own heads, and would choose its own tokens; use a "
+            "method of features such as 'divprune', cache='sink:4+window:512', or data parallelism"
+        )
 
 
 def _check_positions(spec: Spec, turns: bool) -> None:

@@ -38,7 +38,15 @@ from mmfast.models.reduction.call import (
 from mmfast.models.reduction.choice import items_of, shortens
 from mmfast.models.reduction.decoder_signals import DRIFT, INNER, LayerAttention
 from mmfast.models.reduction.look_ahead import layer_ahead, look_ahead
-from mmfast.models.reduction.masks import Offsets, Recount, fit_decode, forget_masks, padding_of
+from mmfast.models.reduction.masks import (
+    Offsets,
+    Recount,
+    fit_decode,
+    forget_masks,
+    padding_of,
+    refuse_own_mask,
+    refuse_packed,
+)
 from mmfast.models.reduction.probe import probing
 from mmfast.models.reduction.record import Recorder, features_given, recording
 from mmfast.models.reduction.revival import Reviver
@@ -47,6 +55,7 @@ from mmfast.models.reduction.site import POSITIONS, Site, refuse_parts
 from mmfast.models.reduction.step import ForwardStep, before_of
 from mmfast.models.reduction.training import (
     CHECKPOINTING,
+    CLASSIFIER,
     Remainder,
     RemainderLoss,
     checkpointed,
@@ -76,7 +85,7 @@ class Hooks:
     ) -> None:
         self._model, self._base, self._text = model, base_of(model), decoder_of(model)
         self._adapter = adapter_for(model)
-        self._sites, self._trace, self._state = sites, trace, state
+        self._sites, self._trace, self._state, self._whole = sites, trace, state, whole
         self._recorder: Recorder
         self._offsets = Offsets(model, self._base) if self._adapter.mrope else None
         # Text is cut and fused in prompts alone, and what skipped leaves at their end, so their
@@ -107,6 +116,7 @@ class Hooks:
         knobs = [{**s.method.knobs, **s.knobs} for s in written]
         self._context = ContextReader(model, knobs[0]) if knobs else None
         self._loss = RemainderLoss(model, state)
+        self._pools = type(model).__name__.endswith(CLASSIFIER)
         self._caches: weakref.WeakSet[Any] = weakref.WeakSet()  # that this attachment has met
 
     @contextmanager
@@ -254,8 +264,10 @@ class Hooks:
             cache, part = returned_cache(output), self._state.part
             if self._bypass is not None and call.step is not None and cache is not None and part:
                 self._bypass.close(cache, call.step, part.last)
-            if call.step is not None and (left := call.step.left) is not None:
-                self._state.left = Remainder(call.step.full, *left)
+            if call.step is not None and (places := call.step.left) is not None:
+                self._state.left = left = Remainder(call.step.full, *places)
+                if self._pools and output is not None:
+                    output.last_hidden_state = left.spread(output.last_hidden_state)
 
     def _visual(
         self,
@@ -266,7 +278,7 @@ class Hooks:
         kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if call.step is None:
-            call.step = self._begin(call)
+            call.step = self._begin(call, cache_of(kwargs))
         step, given = call.step, dict(kwargs)
         hidden = args[0] if args else kwargs.pop("hidden_states")
         if checkpointed(module):
@@ -302,13 +314,17 @@ class Hooks:
         whole = call.step.rest(hidden)
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
-    def _begin(self, call: Call) -> ForwardStep:
-        """The state of a call from its first decoder layer on; its arguments are used up."""
+    def _begin(self, call: Call, stored: Any) -> ForwardStep:
+        """The state of a call from its first decoder layer on; its arguments are used up.
+
+        Its layers store keys and values in `stored`.
+        """
         kwargs = call.kwargs
         assert kwargs is not None
         call.kwargs = None
         length, cache = length_of(kwargs), cache_of(kwargs)
-        past, ok = padding_of(kwargs.get("attention_mask"), length, call.past, cache)
+        mask = kwargs.get("attention_mask")
+        past, ok = padding_of(mask, length, call.past, cache)
         sequences, sites = Sequences(length, [], [], [], ok), self._sites
         if features_given(kwargs):
             strict = bool(self._sites)
@@ -324,6 +340,10 @@ class Hooks:
             blocks = blocks[:, call.past : call.past + length]
             blocks = F.pad(blocks, (0, length - blocks.shape[1]), value=-1)
         step = ForwardStep(sites, sequences, past, self._trace, blocks)
+        if step.sites or self._whole:
+            refuse_own_mask(mask, length, call.past, cache, blocks, self._text.config)
+        if step.sites:
+            refuse_packed(kwargs.get("position_ids"), mask, stored)
         step.before = self._before
         step.turns, step.restores = self._turns, not self._text.training
         if part is not None and (part.rest or not part.first):

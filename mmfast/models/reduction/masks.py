@@ -24,11 +24,20 @@ from transformers.masking_utils import (
     sliding_window_overlay,
 )
 
+from mmfast.core.errors import ModelError
 from mmfast.core.locks import WholeLock
 from mmfast.models.cache_name import CACHE, cache_of
 from mmfast.models.patching import override
 from mmfast.models.reduction.cache_layers import layer_of_model_mask, padding_mask
-from mmfast.models.wrappers import SLIDING, decoder_of, kind_of, lender_of, position_axes
+from mmfast.models.wrappers import (
+    FULL,
+    KEEPS_ALL,
+    SLIDING,
+    decoder_of,
+    kind_of,
+    lender_of,
+    position_axes,
+)
 
 
 def stock_mask(
@@ -115,16 +124,72 @@ def padding_of(
     `past` counts dropped tokens, too.
     """
     if isinstance(mask, dict):
-        mask = mask.get("full_attention", next(iter(mask.values())))
+        mask = mask.get(FULL, next(iter(mask.values())))
     if mask is None:
         return None, None
     if mask.ndim == 4:  # the last query sees all that is no padding
-        past -= getattr(layer_of_model_mask(cache), "dropped", 0) if past else 0
-        seen = (mask if mask.dtype == torch.bool else mask == 0)[:, 0, -1, : past + length]
+        seen = _visible(mask, length, past, cache)[:, 0, -1]
     else:
         seen = mask[:, -(past + length) :].bool()
     new, old = seen[:, -length:], seen[:, :-length]
     return None if bool(old.all()) else old, None if bool(new.all()) else new
+
+
+def _visible(mask: Tensor, length: int, past: int, cache: Any) -> Tensor:
+    """Tokens so far that new ones see by a 4-D mask, `[B, H, L, P + L]`."""
+    past -= getattr(layer_of_model_mask(cache), "dropped", 0) if past else 0
+    return (mask if mask.dtype == torch.bool else mask == 0)[..., : past + length]
+
+
+def refuse_own_mask(
+    mask: Any, length: int, past: int, cache: Any, blocks: Tensor | None, config: Any
+) -> None:
+    """Refuse a 4-D mask that hides more than padding and what comes later (ModelError).
+
+    Shortened prompts get masks of stock code, which would show what such a mask hides. `blocks`
+    `[B, L]` numbers the block inside which a new token may see forward, -1 outside.
+    """
+    kind = kind_of(config, 0)
+    if isinstance(mask, dict):
+        kind = FULL if FULL in mask else next(iter(mask))
+        mask = mask[kind]
+    if mask is None or mask.ndim != 4:
+        return
+    seen = _visible(mask, length, past, cache)
+    if kind == SLIDING and not bool(seen[..., -1, : -config.sliding_window].any()):
+        if seen.shape[-1] > config.sliding_window:
+            return  # of windows, behind which padding cannot be told
+    elif kind not in (*KEEPS_ALL, SLIDING):
+        return
+    real = seen[:, :1, -1:]  # `[B, 1, 1, P + L]`
+    causal = torch.ones(seen.shape[-2:], dtype=torch.bool, device=seen.device)
+    other = seen != (real & causal.tril(seen.shape[-1] - length))
+    other &= real[..., -length:].transpose(-1, -2)  # rows of padding see anything
+    if blocks is not None:
+        numbers = blocks.to(seen.device)
+        other[..., -length:] &= (numbers[:, None, :, None] != numbers[:, None, None]) | (
+            numbers[:, None, None] < 0
+        )
+    if bool(other.any()):
+        raise ModelError(
+            f"an attention_mask {list(mask.shape)} hides more than padding and what comes later, "
+            "and a shortened prompt gets a stock mask, which would not; give a mask [B, L] of "
+            "padding, and sequences as rows of a batch"
+        )
+
+
+def refuse_packed(positions: Any, mask: Any, cache: Any) -> None:
+    """Refuse several sequences in one row, which stock code parts by `positions` (ModelError)."""
+    if positions is None or mask is not None or cache is not None:
+        return
+    if positions.ndim == 3:  # of M-RoPE, those of text come first where there are four
+        positions = positions[0] if len(positions) == 4 else None
+    if positions is not None and bool((positions.diff(dim=-1) != 1).any()):
+        raise ModelError(
+            "position_ids begin anew or have a gap, by which stock code parts packed sequences; a "
+            "shortened prompt is one sequence: give sequences as rows of a batch, or an "
+            "attention_mask beside positions with gaps"
+        )
 
 
 class _RopeState(threading.local):

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from mmfast.core.errors import ModelError
+from mmfast.core.reduction import gather_rows
 from mmfast.models.cache_name import CACHE, OLD
 from mmfast.models.reduction.call import PassState, is_static
 from mmfast.models.wrappers import base_of
@@ -31,6 +32,8 @@ _ALWAYS = CACHE == OLD  # up to 5.23 transformers checkpoints without gradients,
 CHECKPOINTING = "activation_checkpointing"
 if not hasattr(PreTrainedModel, f"{CHECKPOINTING}_enable"):  # before 5.23
     CHECKPOINTING = "gradient_checkpointing"
+# Class of a model that reads the state at the last token of its whole prompt.
+CLASSIFIER = "ForSequenceClassification"
 Cuts = Sequence[Callable[[Tensor], Tensor]]
 
 
@@ -63,6 +66,16 @@ class Remainder:
         end = torch.full_like(self.index[:, :1], self.length)
         behind = Remainder(self.length, torch.cat([self.index[:, 1:], end], 1), self.ok)
         return behind.follow(F.pad(labels, (1, 0), value=ignore), ignore)
+
+    def spread(self, states: Tensor) -> Tensor:
+        """States `[B, m, D]` by place, `[B, L, D]`: a token that went has that of the one before.
+
+        So the last token of a prompt has the state of the last one that is left.
+        """
+        index = self.index if self.ok is None else self.index.masked_fill(~self.ok, -1)
+        places = torch.arange(self.length, device=index.device).expand(len(index), -1)
+        rank = torch.searchsorted(index.contiguous(), places.contiguous(), right=True) - 1
+        return gather_rows(states, rank.clamp_min(0).to(states.device))
 
 
 class RemainderLoss:
