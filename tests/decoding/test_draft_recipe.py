@@ -18,7 +18,7 @@ from mmfast.tiny.text import drafts
 from mmfast.tiny.text.drafts import DraftLesson, DraftTask, draft_config
 from mmfast.tiny.text.exits import written
 
-ARGV = ["--steps", "60", "--prompts", "150", "--blocks", "60", "--context", "48"]
+ARGV = ["--steps", "120", "--prompts", "150", "--blocks", "60", "--context", "48"]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gpt_neox"])

@@ -118,8 +118,14 @@ def chances(ear: Ear) -> list[float]:
     return [each.chance for mine in found for each in mine]
 
 
-def same(ear: Ear, end: Event, want: tuple[str, list[float], dict[str, Any]]) -> bool:
-    """Text, log-probabilities, and what the trace says was kept and read."""
+def same(
+    ear: Ear, end: Event, want: tuple[str, list[float], dict[str, Any]], spec: str = ""
+) -> bool:
+    """Text, log-probabilities, and what the trace says was kept and read.
+
+    Kernels sum rows of a batch in another order; where entries are rounded to 8 bits, that may
+    move one of them by a level.
+    """
     (text, told, rows), mine = want, chances(ear)
     if not isinstance(end, Finish) or ear.text != text or len(mine) < len(told) - 1:
         return False
@@ -127,7 +133,8 @@ def same(ear: Ear, end: Event, want: tuple[str, list[float], dict[str, Any]]) ->
     names = ("tokens_in", "tokens_out", "peak_bytes")
     told_rows = {"kv", "select"} & rows.keys()
     counts = all(found.get(k, {}).get(n) == rows[k][n] for k in told_rows for n in names)
-    return counts and mine == pytest.approx(told[: len(mine)], abs=1e-4)
+    near = 1e-3 if "quant" in spec else 1e-4
+    return counts and mine == pytest.approx(told[: len(mine)], abs=near)
 
 
 def agree(specs: Sequence[str], family: str = FAMILY, **options: Any) -> bool:
@@ -139,7 +146,7 @@ def agree(specs: Sequence[str], family: str = FAMILY, **options: Any) -> bool:
         assert made._runner.nbytes == 0
     finally:
         made.close()
-    return all(map(same, ears, ends, want))
+    return all(map(same, ears, ends, want, specs))
 
 
 def test_every_answer_is_that_of_attach() -> None:
