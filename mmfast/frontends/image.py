@@ -170,8 +170,7 @@ def read_image(media: object, *, limits: Limits = DEFAULT_LIMITS) -> Frame:
     array or torch tensor [H, W], [H, W, C] or [C, H, W] with 1, 3 or 4 channels, uint8 or float in
     [0, 1]. The EXIF orientation is applied, alpha is composited over white; of an animation comes
     the first frame and of a TIFF the first page, with a warning, or the current one of an open PIL
-    image. A MediaError says that it is missing,
-    broken, too large, or not an image.
+    image. A MediaError says that it is missing, broken, too large, or not an image.
     """
     return picture(media, "the image", limits)
 
