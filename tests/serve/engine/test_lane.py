@@ -157,10 +157,10 @@ def test_a_spec_beside_others_changes_none_of_them(family: str) -> None:
         assert stages[:2] == ["read", "encode"] and stages[-2:] == ["prefill", "decode"]
 
 
-def rows_of(spec: str, seed: int) -> tuple[list[Any], Any]:
+def rows_of(spec: str, seed: int, chunk: int = 64) -> tuple[list[Any], Any]:
     """Layers of an answer behind its prompt under a cache policy, and the row of its trace."""
     model, processor = model_of("llava_onevision")
-    encoder, prefiller = MediaEncoder(model, processor), Prefiller(model, 64)
+    encoder, prefiller = MediaEncoder(model, processor), Prefiller(model, chunk)
     prepared = encoder.prepare(ask("a", image(seed), "what is it?"))
     (prompt,) = encoder.encode([replace(prepared, cache=spec)])
     assert isinstance(prompt, Embedded)
@@ -174,6 +174,7 @@ def rows_of(spec: str, seed: int) -> tuple[list[Any], Any]:
     return list(row.parts), told
 
 
+LARGE = 1024  # tokens of a chunk, which hold the entries of all layers of a prompt here
 ALIKE = [
     "snapkv:16",
     "sink:4+window:24",
@@ -211,10 +212,10 @@ def test_a_policy_acts_on_all_layers_at_once_as_on_one_after_the_other(
         return together(stage, *given)
 
     monkeypatch.setattr(KVStage, "end_together", counted)
-    found, told = rows_of(spec, 3)
+    found, told = rows_of(spec, 3, LARGE)
     assert calls == [len(found)]
     monkeypatch.setattr(KVStage, "alike", False)
-    expected, known = rows_of(spec, 3)
+    expected, known = rows_of(spec, 3, LARGE)
     assert calls == [len(found)]
     assert (told.tokens_in, told.tokens_out, told.peak_bytes) == (
         known.tokens_in,
