@@ -171,6 +171,7 @@ class SpeechToText:
         for sound, text in zip(sounds, texts, strict=True):
             tell_if_quiet(sound, text, trace)
         trace.rows[:0], trace.reductions = own.rows, own.reductions
+        trace.notes += own.notes
         found = [
             Transcript(text.strip(), len(sound) / RATE, trace, said)
             for text, sound, said in zip(texts, sounds, words, strict=True)

@@ -19,6 +19,7 @@ import mmfast
 from mmfast.cli import main
 from mmfast.core.errors import MediaError, MmfastError, ModelError
 from mmfast.core.speech import Turn
+from mmfast.core.trace import Trace
 from mmfast.models.text_chat import TextChat, load_text
 from mmfast.pipelines.omni_chat import OmniChat
 from mmfast.pipelines.speech import SpeechChat
@@ -189,6 +190,12 @@ def test_recordings_become_text(ctc_folder: str, tmp_path: Path) -> None:
     # the embedded model has none either, unless it parts two speakers
     with pytest.raises(ModelError, match=r"cannot listen to a stream.* or speakers=2"):
         mmfast.pipeline("speech-to-text", Ears()).stream(sounds[0])
+
+
+def test_what_a_listener_notes_is_in_the_trace() -> None:
+    ears: Any = Ears()
+    ears.hear = lambda sounds, *_, **__: (["words"] * len(sounds), Trace(notes=["of its own"]))
+    assert mmfast.pipeline("speech-to-text", ears)(noise(8000)[0]).trace.notes == ["of its own"]
 
 
 def test_no_recordings_are_no_answers() -> None:
