@@ -60,7 +60,8 @@ def test_the_same_values_are_merged(model: Any, case: dict[str, Any]) -> None:
             theirs = torch.tensor(case[name][index])
             assert layer.keys.shape[2] == theirs.shape[1] + 1
             ours = getattr(layer, name)[0, :, :-1]
-            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+            # Recorded on another processor, whose sums round otherwise at every one of the steps.
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["spec"])
