@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def prompt_of(seed: int, tokens: int, vocabulary: int) -> Tensor:
 def keys_of(model: Any, ids: Tensor) -> list[Tensor]:
     """Return the keys `[H, n, d]` of each layer behind a prompt."""
     cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    name = "cache" if "cache" in signature(type(model).forward).parameters else "past_key_values"
+    model(ids, **{name: cache}, use_cache=True, logits_to_keep=1)
     return [layer.keys[0].clone() for layer in cache.layers]
 
 
