@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -214,11 +213,8 @@ def test_a_cache_that_needs_masks_of_its_own_goes_on_attached_alone(
             "attention_mask": torch.cat([mask, mask.new_ones(rows, several)], 1),
         }
         want = model(**more, past_key_values=whole).logits
-        inside = copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), copy.deepcopy(whole)
     branch = copy.deepcopy(cache)
-    with torch.no_grad(), pytest.raises(ModelError, match="go on inside"):
-        model(**more, past_key_values=inside[2])  # of a copy that an attachment has claimed
-    for mine in (cache, branch, *inside[:2]):
+    for mine in (cache, branch):
         with torch.no_grad(), pytest.raises(ModelError, match=r"go on inside attach\(…\)"):
             model(**more, past_key_values=mine)
         with torch.no_grad(), attach(model, cache=spec):

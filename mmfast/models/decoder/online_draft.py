@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from mmfast.models.decoder.drafters import BatchText
 from mmfast.models.decoder.reader import SequenceReader
-from mmfast.models.reduction.cache_layers import claim
 
 EVERY = 8  # corrections of a step
 _LOSSES = 1024
@@ -94,7 +93,6 @@ class CorrectionLessons:
         self._learner, self._reader = learner, reader
         with torch.inference_mode(False):
             self._prompt = copy.deepcopy(reader.cache)
-        claim(self._prompt)
         self._read: tuple[BatchText, int, Sequence[Sequence[int]], Tensor] | None = None
         self.waiting: list[Correction] = []
         self._text: BatchText | None = None

@@ -12,8 +12,7 @@ moved in front of what the layer holds.
 # ruff: noqa: D102 (methods of transformers are documented there)
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -70,12 +69,6 @@ class Shorter:
     uneven = False
     group: LayerGroup | None = None
     gapped = False
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _saved(self, protocol)
-
-    def __copy__(self) -> Any:
-        return _shared(self)
 
     def get_seq_length(self) -> Any:
         return super().get_seq_length() + self.extra + self.dropped  # type: ignore[misc]
@@ -187,7 +180,6 @@ def adopt(cache: Any, index: int, mixin: type) -> Any:
     layer = cache.layers[index]
     adopted = _blank(type(layer), mixin)
     adopted.__dict__ = layer.__dict__  # the same tensors, now and later
-    adopted.home = weakref.ref(cache)
     cache.layers[index] = adopted
     return adopted
 
@@ -197,35 +189,20 @@ def _blank(kind: type, *mixins: type) -> Any:
     for mixin in mixins:
         if (mixin, kind) not in _CLASSES:
             # `_layer_type` = None: a subclass must not register itself with transformers.
-            inside: dict[str, Any] = {"_layer_type": None, "_made_of": (mixin, kind)}
-            inside |= {"__reduce_ex__": _saved, "__copy__": _shared}
+            inside = {"_layer_type": None, "_made_of": (mixin, kind), "__reduce_ex__": _saved}
             name = f"{mixin.__name__}{kind.__name__}"
             _CLASSES[mixin, kind] = type(name, (mixin, kind), inside)
         kind = _CLASSES[mixin, kind]
     return object.__new__(kind)
 
 
-def _shared(layer: Any) -> Any:
-    """A layer over the same tensors, for who replaces them under the same attachment."""
-    made = object.__new__(type(layer))
-    made.__dict__.update(layer.__getstate__())
-    return made
-
-
 def _saved(layer: Any, protocol: Any) -> tuple[Any, ...]:
-    """Tell `pickle` and `torch.save` of the parts of a class that no module has by its name.
-
-    A copy belongs to no attachment, and what needs one refuses until `claim`.
-    """
-    kind, mixins, state = type(layer), list[type](), {**layer.__getstate__()}
-    cache = home() if (home := state.pop("home", None)) is not None else None
-    need = _needs_of([layer] if cache is None else cache.layers)
-    if need is not None and not isinstance(layer, OrphanLayer):
-        mixins, state["needed_from"] = [OrphanLayer], need
+    """Tell `pickle` and `torch.save` of the parts of a class that no module has by its name."""
+    kind, mixins = type(layer), list[type]()
     while "_made_of" in vars(kind):
         mixin, kind = vars(kind)["_made_of"]
         mixins.append(mixin)
-    return _blank, (kind, *reversed(mixins)), state
+    return _blank, (kind, *reversed(mixins)), layer.__getstate__()
 
 
 def plain_kind(layer: Any) -> type:
@@ -260,28 +237,22 @@ class OrphanLayer:
 
 def release(cache: Any) -> None:
     """Let a cache, as its attachment ends, refuse calls that cannot do without it."""
-    need = _needs_of(cache.layers)
-    for index, layer in enumerate(cache.layers if need is not None else ()):
+    needs = [need for layer in cache.layers if (need := _needs(layer)) is not None]
+    for index, layer in enumerate(cache.layers if needs else ()):
         if isinstance(layer, (DynamicLayer, StaticLayer)):  # the first one speaks for all
             orphan = layer if isinstance(layer, OrphanLayer) else adopt(cache, index, OrphanLayer)
-            orphan.needed_from = need
+            orphan.needed_from = min(needs)
 
 
 def claim(cache: Any) -> None:
     """Take back what `release` did: masks are there again."""
     for index, layer in enumerate(cache.layers):
-        if is_short(layer):
-            layer.home = weakref.ref(cache)
         if isinstance(layer, OrphanLayer):
             layer.needed_from = None
             mixin, kind = vars(type(layer))["_made_of"]
             if mixin is OrphanLayer:  # nothing has adopted it since
                 cache.layers[index] = _blank(kind)
                 cache.layers[index].__dict__ = layer.__dict__
-
-
-def _needs_of(layers: Iterable[Any]) -> int | None:
-    return min((need for each in layers if (need := _needs(each)) is not None), default=None)
 
 
 def _needs(layer: Any) -> int | None:

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 from mmfast.core.errors import SpecError
 from mmfast.core.spec import Spec
 from mmfast.models.cache_name import cache_of, name_in
-from mmfast.models.reduction.cache_layers import claim, held, is_short, shorten
+from mmfast.models.reduction.cache_layers import held, is_short, shorten
 from mmfast.models.reduction.call import Call, PassState
 from mmfast.models.reduction.choice import items_of
 from mmfast.models.reduction.decoder_signals import LayerAttention, inner_signals, last_products
@@ -134,7 +134,6 @@ def _copy(cache: Any, last: int) -> Any:
         if is_short(layer) and not is_short(copied.layers[index]):
             short = shorten(copied, index)
             short.dropped, short.valid, short.group = layer.dropped, layer.valid, layer.group
-    claim(copied)
     return copied
 
 
