@@ -219,3 +219,19 @@ def test_a_cache_that_needs_masks_of_its_own_goes_on_attached_alone(
             model(**more, past_key_values=mine)
         with torch.no_grad(), attach(model, cache=spec):
             assert torch.equal(model(**more, past_key_values=mine).logits, want)
+
+
+def test_a_copy_goes_on_in_a_compiled_step() -> None:
+    """Its first call under an attachment may be one that no hook sees."""
+    model, inputs = text_model("llama"), padded([prompt(24, 0), prompt(15, 1)])
+    with torch.no_grad(), attach(model, cache="snapkv:0.5"):
+        cache = model(**inputs).past_key_values
+        mask = inputs["attention_mask"]
+        more = {
+            "input_ids": prompt(1, 5).expand(2, -1),
+            "attention_mask": torch.cat([mask, mask.new_ones(2, 1)], 1),
+        }
+        want = model(**more, past_key_values=copy.deepcopy(cache)).logits
+        step = torch.compile(model, backend="eager")
+        found = step(**more, past_key_values=copy.deepcopy(cache)).logits
+    torch.testing.assert_close(found, want)
