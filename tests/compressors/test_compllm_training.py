@@ -176,3 +176,11 @@ def test_needles_are_right_only_where_the_answer_is() -> None:
     assert figures["accuracy"] > 0.6 and figures["reduce"] is None
     dropped = recipe.needle_accuracy(model, words, "random@llm0:0.1?tokens=text", 8, 1000, 512)
     assert dropped["accuracy"] < figures["accuracy"]
+
+
+def test_the_shipped_compressor_keeps_what_a_text_says() -> None:
+    """Half as many embeddings; dropping half of the tokens loses nearly all."""
+    model, words = recipe.load_text("tiny-text", "cpu", "float32")
+    halves = ("compllm:2?recent=4", "random@llm0:0.5?tokens=text")
+    mine, dropped = (recipe.needle_accuracy(model, words, spec, 19, 4000, 512) for spec in halves)
+    assert mine["accuracy"] > 0.7 and dropped["accuracy"] < 0.3, (mine, dropped)
