@@ -18,6 +18,7 @@ from mmfast.core.sizes import parse_bytes
 from mmfast.frontends.source import Limits
 from mmfast.models import loading
 from mmfast.models.attention import check_attn
+from mmfast.models.patching import CAPTURING
 from mmfast.models.vision.acceleration import check_encoder
 from mmfast.planner.arithmetic import check_weights
 from mmfast.prefill.plan import plan_prefill
@@ -151,9 +152,8 @@ def checked(listed: Collection[str] = (), more: Collection[str] = ()) -> Callabl
     return decorate
 
 
-# The module of the hooks that transformers leaves on a model at its first call with
-# `output_hidden_states`, closures that cannot be pickled; and the mark by which it makes none anew.
-_CAPTURING, _CAPTURED = "transformers.utils.output_capturing", "_output_capturing_hooks_installed"
+# The mark by which transformers makes no hooks that capture anew.
+_CAPTURED = "_output_capturing_hooks_installed"
 
 
 def portable(pipe: Any) -> dict[str, Any]:
@@ -172,6 +172,6 @@ def portable(pipe: Any) -> dict[str, Any]:
     for module in state["model"].modules():
         vars(module).pop(_CAPTURED, None)
         for key, hook in [*module._forward_hooks.items()]:
-            if getattr(hook, "__module__", "") == _CAPTURING:
+            if getattr(hook, "__module__", "") == CAPTURING:
                 del module._forward_hooks[key]
     return state

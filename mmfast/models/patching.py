@@ -18,6 +18,9 @@ from mmfast.core.locks import WholeLock
 Undo = Callable[[], None]
 _LOCK = WholeLock()
 _MISSING = object()
+# The module of the hooks that transformers leaves on a model for good at its first call with
+# `output_hidden_states`, closures that cannot be pickled.
+CAPTURING = "transformers.utils.output_capturing"
 
 
 @contextmanager

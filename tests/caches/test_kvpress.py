@@ -61,7 +61,7 @@ def test_the_same_values_are_merged(model: Any, case: dict[str, Any]) -> None:
             assert layer.keys.shape[2] == theirs.shape[1] + 1
             ours = getattr(layer, name)[0, :, :-1]
             # Recorded on another processor, whose sums round otherwise at every one of the steps.
-            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+            torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["spec"])

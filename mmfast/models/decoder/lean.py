@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmfast.models.patching import CAPTURING
 from mmfast.models.wrappers import position_axes
 from mmfast.ops.attention import rotate
 
@@ -31,9 +32,6 @@ Run = Callable[[Tensor, Tensor], Tensor]
 LayerAttend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 # (layer, what runs it, hidden states, position_embeddings=…) -> hidden states
 Around = Callable[..., Any]
-# The first call with `output_hidden_states` leaves hooks on all layers of a stock model for good;
-# they do nothing within a call that does not ask for them, as those of a batch never do.
-_CAPTURING = "transformers.utils.output_capturing"
 
 
 class LeanDecoder:
@@ -152,5 +150,6 @@ def _fuses(norm: Any) -> bool:
 def _hooked(module: Any) -> bool:
     own = module.__dict__
     hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
-    foreign = any(getattr(hook, "__module__", "") != _CAPTURING for hook in hooks)
+    # Those that capture do nothing within a call that does not ask for it, as that of a batch.
+    foreign = any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks)
     return foreign or "forward" in own or own.get("_compiled_call_impl") is not None
