@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from mmfast.core.errors import MmfastError
+from mmfast.core.spec import WEIGHTS
 
 
 def complete_spec(incomplete: str) -> list[str]:
@@ -25,14 +26,14 @@ def complete_cache(incomplete: str) -> list[str]:
 
 def complete_decode(incomplete: str) -> list[str]:
     """Kinds of draft and verify that begin as typed."""
-    kinds = ("self:0.1", "self?reduce=", "draft:", "exit:", "recycle", "lookup", "bild:")
+    own = ("self:0.1", "self?weights=", "self?reduce=")
+    kinds = (*own, "draft:", "exit:", "recycle", "lookup", "bild:")
     return [kind for kind in kinds if kind.startswith(incomplete)]
 
 
 def complete_weights(incomplete: str) -> list[str]:
     """Forms of weights that begin as typed."""
-    kinds = ("int8", "int4", "float16", "bfloat16", "int8-dynamic", "fastest")
-    return [kind for kind in kinds if kind.startswith(incomplete)]
+    return [kind for kind in (*WEIGHTS, "fastest") if kind.startswith(incomplete)]
 
 
 def complete_prefill(incomplete: str) -> list[str]:

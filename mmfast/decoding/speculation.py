@@ -9,6 +9,8 @@ A spec is ``kind[:value][?knob=value&…]``:
   children of every token, level by level (SpecInfer, Miao et al., arXiv 2305.09781);
   ``tree=dynamic`` grows where the product of draft probabilities is greatest (DySpec, Xiong et al.,
   arXiv 2410.11744).
+* ``self?weights=int4``: the model itself drafts on its weights in fewer bits (on a CPU), over the
+  whole cache, and so do ``self:0.1`` and ``draft:DIR`` with this knob.
 * ``draft:DIR?learn=1e-4``: the smaller model learns from the places where its drafts fell, at this
   rate, while it drafts (Online Speculative Decoding, Liu et al., arXiv 2310.07177).
 * ``exit:FILE``: the first layers of the model itself and a trained adapter draft, over the model's
@@ -27,11 +29,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mmfast.core.errors import SpecError, an, unknown
-from mmfast.core.spec import Budget, check_budget
+from mmfast.core.spec import WEIGHTS, Budget, check_budget
 from mmfast.core.spec import parse as parse_stages
 
 SELF, DRAFT, RECYCLE, LOOKUP, BILD = "self", "draft", "recycle", "lookup", "bild"
@@ -40,12 +42,12 @@ ATTENTION = "attention"  # the score of self-drafting that is no cache policy
 OFF = "none"  # one token a pass, where a server or a stream has another spec
 _COMMON = {"most": 8, "least": 0.3, "adapt": True}
 _KNOBS: dict[str, dict[str, int | float | bool | str]] = {
-    SELF: {"score": ATTENTION, "rise": 0.0, "tree": "", "reduce": ""},
-    DRAFT: {"media": True, "tree": "", "learn": 0.0, "reduce": ""},
+    SELF: {"score": ATTENTION, "rise": 0.0, "tree": "", "weights": "", "reduce": ""},
+    DRAFT: {"media": True, "tree": "", "learn": 0.0, "weights": "", "reduce": ""},
     RECYCLE: {"width": 8, "tree": 24},
     LOOKUP: {"ngram": 3},
     EXIT: {},
-    BILD: {"fallback": 0.6, "rollback": 3.0, "media": True, "reduce": ""},
+    BILD: {"fallback": 0.6, "rollback": 3.0, "media": True, "weights": "", "reduce": ""},
 }
 _EXAMPLES = (
     "'self:0.1', 'self?reduce=divprune:0.1', 'draft:DIR', 'exit:FILE', 'recycle' or 'lookup'"
@@ -61,10 +63,11 @@ class DecodePlan:
         text: The spec as it was written.
         kind: `self`, `draft`, `recycle`, `lookup`, `bild` or `exit`.
         budget: Visual keys and values per layer and head that a `self` draft reads; a share is of
-            those of the prompt.
+            those of the prompt. None is all of them.
         score: Choice of them: `attention` (of the last tokens of the prompt, pooled over
             neighbours) or the name of a cache policy of role `score`.
         model: Directory of the draft model, or file of the adapter of an early exit.
+        weights: Form of packed weights that the draft reads; "" are those of the model.
         reduce: Spec of the reducers that shorten the prompt of the draft.
         media: The draft model sees the media of the prompt.
         ngram: Tokens at the end that `lookup` looks for, fewer where so many are not found.
@@ -88,6 +91,7 @@ class DecodePlan:
     budget: Budget = None
     score: str = ATTENTION
     model: str = ""
+    weights: str = ""
     reduce: str = ""
     media: bool = True
     ngram: int = 3
@@ -106,9 +110,14 @@ class DecodePlan:
         return self.text
 
     @property
+    def shares(self) -> bool:
+        """The draft reads the keys and values of the model itself."""
+        return self.kind == SELF and not self.reduce
+
+    @property
     def views(self) -> bool:
         """The draft reads a part of the keys and values of the model itself."""
-        return self.kind == SELF and not self.reduce
+        return self.shares and self.budget is not None
 
     @property
     def runs_model(self) -> bool:
@@ -177,7 +186,9 @@ def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
             found = {"most": _LONE, "rollback": _KNOBS[BILD]["rollback"], **found, "adapt": False}
             found["least"] = found.pop("fallback", _KNOBS[BILD]["fallback"])
     elif kind == SELF:
-        found["budget"] = _budget(text, value, bool(found.get("reduce")))
+        found["budget"] = _budget(text, value, found)
+        if found["budget"] is None and "score" in found:
+            raise SpecError(f"decode {text!r} chooses nothing by score=; write 'self:0.1?score=…'")
         if found.get("rise") and not isinstance(found["budget"], float):
             raise SpecError(
                 f"decode {text!r} has no share that could rise; write 'self:0.1?rise=0.8'"
@@ -190,7 +201,14 @@ def plan_decode(text: str | DecodePlan | None) -> DecodePlan | None:
 
 def check_kind(plan: DecodePlan | None) -> None:
     """Refuse (SpecError) drafts that no server makes."""
-    if plan is None or not (plan.learn or plan.rise):
+    if plan is None:
+        return
+    if plan.shares and not plan.views:
+        raise SpecError(
+            f"decode={plan.text!r} reads all keys, which a server would hold twice; give a share "
+            f"of the visual ones, 'self:0.5?weights={plan.weights}', or use a pipeline"
+        )
+    if not (plan.learn or plan.rise):
         return
     raise SpecError(
         f"decode={plan.text!r} learns from what all callers are told, so no server takes it; use "
@@ -230,7 +248,12 @@ def _knobs(kind: str, text: str) -> dict[str, object]:
             raise SpecError(
                 f"knob {name}={share} of decode {kind!r} is no probability; choose 0 to 1"
             )
+    weights = found.get("weights", WEIGHTS[0])
+    if weights not in WEIGHTS:
+        raise SpecError(unknown(f"weights of decode {kind!r}", str(weights), WEIGHTS))
     learn = found.get("learn")
+    if learn and "weights" in found:
+        raise SpecError(f"decode {kind!r} learns on float weights; leave out learn= or weights=")
     if isinstance(learn, float) and not 0 <= learn < 1:
         raise SpecError(f"knob learn={learn} of decode {kind!r} is no rate; write 1e-4")
     if learn and found.get("tree"):
@@ -254,13 +277,15 @@ def _branches(kind: str, tree: str) -> dict[str, object]:
     return {"branches": tuple(int(level) for level in levels)}
 
 
-def _budget(text: str, value: str | None, reduced: bool) -> Budget:
-    if reduced and not value:
+def _budget(text: str, value: str | None, knobs: Mapping[str, object]) -> Budget:
+    reduced = bool(knobs.get("reduce"))
+    if not value and (reduced or knobs.get("weights")):
         return None
     if reduced or not value:
         raise SpecError(
-            f"decode {text!r}: give a share of the visual keys and values ('self:0.1'), or a "
-            "reducer for the prompt of the draft ('self?reduce=divprune:0.1'), one of them"
+            f"decode {text!r}: give a share of the visual keys and values ('self:0.1'), a reducer "
+            "for the prompt of the draft ('self?reduce=divprune:0.1'), one of them, or the weights "
+            "of the draft ('self?weights=int4')"
         )
     try:
         return check_budget(int(value) if re.fullmatch(r"[+-]?\d+", value) else float(value))

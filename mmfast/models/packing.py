@@ -181,6 +181,11 @@ class PackedLinear(nn.Module):
         return own + sum(layer.weight.nbytes for layer in self._stock)
 
     @property
+    def few(self) -> WeightForm | None:
+        """The form that steps read; None where they read the layer as it was."""
+        return self._forms[0]
+
+    @property
     def kinds(self) -> str:
         """Forms for few rows and for many."""
         return ", ".join(STOCK if each is None else type(each).__name__ for each in self._forms)
@@ -284,6 +289,29 @@ def packed(model: Any, weights: str | WeightPlan | PackedWeights) -> Iterator[Pa
             setattr(parent, name, layer)
 
 
+def draft_forms(model: Any, form: str) -> dict[nn.Module, WeightForm]:
+    """The layers that `weights=form` would replace, and their weights in it, for drafts.
+
+    The model keeps its own; one that is packed already has its weights rounded once more.
+    """
+    stock, plan = stock_model(model), _read(form)
+    _check_place(stock)
+    decoder, head = decoder_of(stock), stock.get_output_embeddings()
+    layers = [each for each in (*decoder.modules(), head) if _packs(each)]
+    if not layers:
+        raise ModelError(f"{type(stock).__name__} has no linear layers that weights= could pack")
+    return {
+        layer: pack(plan.head, layer.weight, True) if layer is head else pack(form, layer.weight)
+        for layer in dict.fromkeys(layers)
+    }
+
+
+def _packs(layer: Any) -> bool:
+    """Tell a linear layer that is worth it from other modules."""
+    plain = type(layer) in (nn.Linear, PackedLinear)
+    return plain and layer.in_features * layer.out_features >= SMALL
+
+
 def _read(weights: str | WeightPlan) -> WeightPlan:
     plan = plan_weights(weights)
     if plan is None:
@@ -383,8 +411,7 @@ def _groups(model: Any, plan: WeightPlan) -> Mapping[int, tuple[str, str]]:
 
     def add(layers: Any, few: str, many: str) -> None:
         for each in layers:
-            plain = type(each) is nn.Linear and each.weight.numel() >= SMALL
-            if plain and (few, many) != (STOCK, STOCK):
+            if _packs(each) and (few, many) != (STOCK, STOCK):
                 found[id(each)] = few, many
 
     add(_tower(model), plan.tower, plan.tower)
@@ -409,9 +436,14 @@ def _check(model: Any, stock: Any) -> None:
         raise ModelError(f"{name} is quantised already; leave weights= out")
     if any(isinstance(each, PackedLinear) for each in stock.modules()):
         raise ModelError(f"{name} is packed already; load it anew for other weights=")
+    _check_place(stock)
+
+
+def _check_place(stock: Any) -> None:
     devices = {each.device.type for each in stock.parameters()}
     if devices != {"cpu"}:
+        where = ", ".join(sorted(devices))
         raise ModelError(
-            f"weights= packs for kernels of the CPU, and {name} is on {', '.join(sorted(devices))};"
+            f"weights= packs for kernels of the CPU, and {type(stock).__name__} is on {where};"
             " use model_kwargs={'quantization_config': …} there"
         )

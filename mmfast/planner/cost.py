@@ -128,14 +128,17 @@ def draft_shape(source: DraftSource | None, model: Any) -> DraftShape | None:
         size = sum(t.numel() * t.element_size() for t in adapter.parameters())
         shape = replace(shape_of(model), weights=size, entry=2 * adapter.config["width"])
         return DraftShape(shape, stages=None, behind=adapter.layer)
-    if source.plan.views:
+    if source.plan.shares:
         share = max(source.plan.budget or 0, RISES_TO) if source.plan.rise else source.plan.budget
-        return DraftShape(replace(shape_of(model), weights=0), stages=None, share=share)
+        shape = replace(shape_of(model), weights=source.light_bytes)
+        return DraftShape(shape, stages=None, share=share)
     if (draft := source.draft) is None:
         return None
     shared = {t.untyped_storage().data_ptr() for t in model.parameters()}
     own = (t for t in draft.parameters() if t.untyped_storage().data_ptr() not in shared)
-    shape = replace(shape_of(draft), weights=sum(t.numel() * t.element_size() for t in own))
+    held = sum(each.nbytes for each in draft.modules() if isinstance(each, PackedLinear))
+    held += sum(t.numel() * t.element_size() for t in own)
+    shape = replace(shape_of(draft), weights=held)
     return DraftShape(shape, source.sees, tuple(parse(source.plan.reduce)))
 
 

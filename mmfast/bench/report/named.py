@@ -403,10 +403,11 @@ DECODE = {
         "{recompiles_attached_anew} | same tokens: {same} | first step, s: {compile_s:.0f}",
     ),
     "draft": (
-        "Draft and verify: acceptance of one draft on the embedded model, measured without labels, "
-        "and the gain on a shape with 8,000 visual tokens",
+        "Draft and verify: acceptance of one draft in descriptions of the embedded model, measured "
+        "without labels, and the gain on a shape with 8,000 visual tokens",
         "shape: {preset} | draft: `{job}` | accepted: {acceptance:.0%} | "
         "step, ms: {step_ms:.0f} | draft, ms: {draft_ms:.0f} | drafts a pass: {drafts} | "
+        "tokens a pass: {tokens_a_pass:.2f} | "
         "verifying pass, ms: {verify_ms:.0f} | faster: {speedup:.2f}x | "
         "ideal by bytes: {ideal:.2f}x | same tokens: {same}",
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from mmfast.bench.registry import Tick, benchmark, quiet
 from mmfast.bench.results import Row, dtype_name
 from mmfast.models.cache_name import CACHE
 from mmfast.models.packing import PackedLinear, PackedWeights, packed
-from mmfast.ops.weight_forms import GROUP
+from mmfast.ops.weight_forms import GROUP, Int4Weights, Int8Weights, WeightForm
 
 STEPS = 2  # of a sample, behind one that is not timed
 FLOOR = 16  # entries of the cache that stands for none
@@ -176,10 +176,15 @@ def steps(case: Case, cache: Any) -> timing.Sample:
 
 def step_bytes(found: PackedWeights) -> int:
     """Bytes of packed weights that a step reads: those for prompts are held beside some."""
-    share = {"Int8Weights": 1.0, "Int4Weights": 0.5 + 4 / GROUP}  # a scale and a middle a group
-    layers = {id(layer): layer for *_, layer in found.places if isinstance(layer, PackedLinear)}
-    sizes = ((each, each.in_features * each.out_features) for each in layers.values())
-    return int(sum(share[each.kinds.split(", ")[0]] * numbers for each, numbers in sizes))
+    layers = [layer for *_, layer in found.places if isinstance(layer, PackedLinear)]
+    return form_bytes({layer: layer.few for layer in layers if layer.few is not None})
+
+
+def form_bytes(forms: Mapping[Any, WeightForm]) -> int:
+    """Bytes that a step reads of linear layers in such forms."""
+    share = {Int8Weights: 1.0, Int4Weights: 0.5 + 4 / GROUP}  # a scale and a middle a group
+    sizes = ((share[type(form)], each) for each, form in forms.items())
+    return int(sum(part * each.in_features * each.out_features for part, each in sizes))
 
 
 def decoder_bytes(model: Any) -> int:

@@ -20,6 +20,7 @@ from mmfast.decoding.speculation import BILD, DRAFT, EXIT, LOOKUP, RECYCLE, Deco
 from mmfast.models import loading
 from mmfast.models.cache_name import CACHE, cache_of
 from mmfast.models.context import placeholders
+from mmfast.models.decoder.draft_weights import DraftWeights, LightReader
 from mmfast.models.decoder.drafters import (
     BatchText,
     Drafter,
@@ -34,7 +35,8 @@ from mmfast.models.decoder.reader import SequenceReader
 from mmfast.models.decoder.speculation import VerifiedDecoding
 from mmfast.models.decoder.token_tree import TreeDrafter
 from mmfast.models.families.adapter import adapter_for
-from mmfast.models.kv.view import ViewStage, view_plan
+from mmfast.models.kv.view import CacheView, ViewStage, view_plan
+from mmfast.models.packing import pack_weights
 from mmfast.models.patching import override
 from mmfast.models.reduction.call import PassState
 
@@ -69,12 +71,12 @@ def check_decode(
             "and cache=, or use decode='recycle'"
         )
     _check_cache(plan, cache)
-    if not plan.views:
+    if not plan.shares:
         return
-    if not adapter_for(model).media:
+    if plan.views and not adapter_for(model).media:
         raise SpecError(
             f"decode={plan.text!r} reads part of the visual keys, and {name} reads text alone; "
-            "use decode='recycle'"
+            "use decode='recycle', or 'self?weights=int4' on a CPU"
         )
     acts = () if cache is None else cache.parts
     odd = [
@@ -124,6 +126,13 @@ class DraftSource:
             self._draft = load_draft(plan.model, model, kind)
         elif plan.runs_model:
             self._draft = loading.twin(model, None)[0]
+        self._light: DraftWeights | None = None
+        self._note = ""
+        if plan.weights and self._draft is not None:
+            self._note = f"draft model, {pack_weights(self._draft, plan.weights).note}"
+        elif plan.weights:
+            self._light = DraftWeights(model, plan.weights)
+            self._note = self._light.note
         self.early_exit = load_exit(plan.model, model) if plan.kind == EXIT else None
         self._learner = OnlineLearner(self._draft, plan.learn) if plan.learn else None
 
@@ -134,6 +143,11 @@ class DraftSource:
     def draft(self) -> Any:
         """The model that drafts over a cache of its own; None where there is none."""
         return self._draft
+
+    @property
+    def light_bytes(self) -> int:
+        """Bytes of weights in fewer bits, beside those of the model."""
+        return 0 if self._light is None else self._light.nbytes
 
     @property
     def sees(self) -> bool:
@@ -156,6 +170,10 @@ class DraftSource:
         with ExitStack() as stack:
             if self._draft is not None and self.plan.reduce:
                 stack.enter_context(attach(self._draft, self.plan.reduce))
+            if self._light is not None:
+                stack.enter_context(self._light.installed())
+            if self._note:
+                trace.notes.append(self._note)
             stack.enter_context(override(self._model, "generate", self._generate))
             try:
                 yield
@@ -252,8 +270,11 @@ class DraftSource:
             without = None if self.sees else placeholders(self._model)
             own = prompt_reader(self._draft, inputs, without)
             return self._drafting(reader, own, text, vocabulary, None)
-        assert self._stage is not None
-        view = self._stage.view(reader.cache)
+        stage, light = self._stage, self._light
+        view = CacheView(reader.cache) if stage is None else stage.view(reader.cache)
+        if light is not None:
+            mine = LightReader(light, self._model, kwargs, view.cache)
+            return self._drafting(reader, mine, text, vocabulary, view.sync)
         if view.entries[0] == view.entries[1]:
             self._trace.warn(
                 f"decode {plan.text!r} drafted nothing: the prompt has no visual keys to leave "

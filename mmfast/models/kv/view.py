@@ -172,7 +172,7 @@ class ViewStage(KVStage):
 class CacheView:
     """The cache of a draft, which follows the cache that it is a part of."""
 
-    def __init__(self, whole: Any, part: Any) -> None:
+    def __init__(self, whole: Any, part: Any = None) -> None:
         self._whole = whole
         self.cache = Cache(layers=[_shared(layer) for layer in whole.layers])
         self._chosen: dict[int, tuple[Tensor, Tensor, int]] = {}

@@ -31,6 +31,7 @@ from mmfast.decoding.speculation import (
     Recycler,
     TextDrafts,
 )
+from mmfast.models.decoder.draft_weights import DraftWeights
 from mmfast.models.decoder.drafters import GUESS
 from mmfast.models.decoder.token_tree import BatchTree, TokenTree
 from mmfast.serve.engine.adapters import using
@@ -381,7 +382,22 @@ class DraftRows:
 
 
 class ViewRows(DraftRows):
-    """Rows with a part of the keys of the model itself, which take what it has verified."""
+    """Rows with a part of the keys of the model itself, which take what it has verified.
+
+    `weights` are those of the model in fewer bits, where it drafts on them.
+    """
+
+    weights: DraftWeights | None = None
+
+    def draft(self, wanted: dict[RunningRow, int]) -> int:
+        """Draft so many tokens for these answers, fewer where unsure; returns how many were read.
+
+        The weights stand in the layers meanwhile alone, so that a copy of the model has none.
+        """
+        if self.weights is None:
+            return super().draft(wanted)
+        with self.weights.installed(), self.weights.drafting():
+            return super().draft(wanted)
 
     def follow(
         self, rows: Sequence[RunningRow], store: AnswerRows, kept: dict[RunningRow, int]

@@ -18,6 +18,7 @@ from mmfast.core.spec import Spec, parse
 from mmfast.core.trace import Trace
 from mmfast.decoding.speculation import BILD, EXIT, DecodePlan, check_kind, plan_decode
 from mmfast.models.decoder.draft_stage import check_decode
+from mmfast.models.decoder.draft_weights import DraftWeights
 from mmfast.models.decoder.sparse_prefill import check_prefill
 from mmfast.models.kv.policy import KVStage
 from mmfast.models.kv.view import view_plan
@@ -81,6 +82,9 @@ class ModelRunner:
             self.per_token = stated_bytes(self.model)
         # what was loaded to draft, by the name of its spec
         self.seconds: dict[str, LoadedDrafts] = {}
+        self._draft_weights = "" if decode is None else decode.weights
+        if self.batch is not None and decode is not None and decode.weights and decode.views:
+            self.batch.decoder.drafts.views.weights = DraftWeights(self.model, decode.weights)
         if self.batch is not None and decode is not None and decode.loads:
             check_kind(decode)
             if decode.kind == EXIT:
@@ -198,7 +202,8 @@ class ModelRunner:
             check_prefill(sparse, self.model)
         if (drafts := plan_decode(answer.decode)) is not None:
             lane = None if self.batch is None else self.batch.decoder.lane
-            check_served(drafts, self.model, lane, specs, plan, self.seconds)
+            own = self._draft_weights
+            check_served(drafts, self.model, lane, specs, plan, self.seconds, own)
             if drafts.kind == BILD and answer.sampling.temperature:
                 raise SpecError(
                     f"decode={drafts.text!r} takes the likeliest tokens of both models; give "
@@ -389,11 +394,12 @@ def check_served(
     specs: Sequence[Spec],
     cache: CachePlan | None,
     seconds: Collection[str] = (),
+    weights: str = "",
 ) -> None:
     """Refuse (SpecError, ModelError) drafts that the batch cannot verify, or not beside the rest.
 
-    `lane` is None where the rows of the model cannot be told apart, and `seconds` are the second
-    models at hand.
+    `lane` is None where the rows of the model cannot be told apart, `seconds` are the second
+    models at hand, and `weights` the form in which this server drafts.
     """
     spec = f"decode={plan.text!r}"
     check_kind(plan)
@@ -407,6 +413,11 @@ def check_served(
         raise SpecError(
             f"{spec} drafts {how}, and this server was not started for that; start "
             f"it with --decode {spec[7:]}, or use 'self:0.1', 'recycle' or 'lookup'"
+        )
+    if plan.weights not in ("", weights):
+        raise SpecError(
+            f"{spec} drafts on weights that this server does not hold; start it with --decode "
+            f"{spec[7:]}, or leave out weights="
         )
     if plan.kind == EXIT and SLIDING in lane.kinds:
         raise SpecError(

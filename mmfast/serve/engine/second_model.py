@@ -26,6 +26,7 @@ from mmfast.models.decoder.drafters import own_inputs
 from mmfast.models.decoder.early_exit import load_exit
 from mmfast.models.families.adapter import adapter_for, check_media, placeholder
 from mmfast.models.loading import twin_model
+from mmfast.models.packing import pack_weights
 from mmfast.models.reduction.check import check, refuse_files
 from mmfast.models.reduction.record import features_given
 from mmfast.models.wrappers import CONV
@@ -210,6 +211,8 @@ class SecondModel(LoadedDrafts):
     ) -> None:
         self.name, self.kind = plan.model, plan.kind
         own = load_draft(plan.model, model) if plan.model else twin_model(model)
+        if plan.weights:
+            pack_weights(own, plan.weights)
         self._main, self._model = model, own
         self.reader = PromptReader(own, chunk, limit, served, self._ended)
         super().__init__(self.reader.prefiller.lane, chooser)
