@@ -27,6 +27,7 @@ from mmfast.models.attention import with_attn
 from mmfast.models.context import placeholders
 from mmfast.models.cost import FirstToken, encoder_timer
 from mmfast.models.decoder.draft_stage import DraftSource, check_decode
+from mmfast.models.decoder.few_rows import few_rows
 from mmfast.models.decoder.grouped import grouped
 from mmfast.models.doubt import Doubt, StepRecorder, check_plain, detector_of, doubts
 from mmfast.models.families.adapter import add_views, check_media, token_counts
@@ -542,7 +543,7 @@ class VisualQA:
         # The last bits of a model on rounded weights are not those of the stock model anyway.
         packed = self.packing is not None and self.packing.plan
         steps = grouped(self.model, steps=True) if packed else nullcontext()
-        with torch.inference_mode(), steps:
+        with torch.inference_mode(), steps, few_rows(self.model):
             output: torch.Tensor = self.model.generate(
                 **inputs, **cache, suppress_tokens=sorted(blocked) or None, **how
             )

@@ -296,14 +296,19 @@ def draft_forms(model: Any, form: str) -> dict[nn.Module, WeightForm]:
     """
     stock, plan = stock_model(model), _read(form)
     _check_place(stock)
-    decoder, head = decoder_of(stock), stock.get_output_embeddings()
-    layers = [each for each in (*decoder.modules(), head) if _packs(each)]
+    head, layers = stock.get_output_embeddings(), linear_layers(stock)
     if not layers:
         raise ModelError(f"{type(stock).__name__} has no linear layers that weights= could pack")
     return {
         layer: pack(plan.head, layer.weight, True) if layer is head else pack(form, layer.weight)
-        for layer in dict.fromkeys(layers)
+        for layer in layers
     }
+
+
+def linear_layers(model: Any) -> list[Any]:
+    """The layers of a decoder, and its head, that are worth packing, packed ones included."""
+    decoder, head = decoder_of(model), model.get_output_embeddings()
+    return [each for each in dict.fromkeys((*decoder.modules(), head)) if _packs(each)]
 
 
 def _packs(layer: Any) -> bool:

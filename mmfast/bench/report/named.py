@@ -438,6 +438,12 @@ DECODE = {
         "prompt, ms: {prefill_ms:.0f} | prompt faster: {prefill_speedup:.2f}x | "
         "its noise: {prefill_noise:.1%}",
     ),
+    "few-rows": (
+        "Steps of several answers at once in float32, with products in pieces",
+        "shape: {preset} | answers at once: {batch} | entries of each: {tokens} | "
+        "stock, ms: {base_ms:.0f} | in pieces, ms: {median_ms:.0f} | faster: {speedup:.2f}x | "
+        "A/A noise: {noise:.1%}",
+    ),
     "weight-kernels": (
         "One product of the 0.5B shape by kernel, those of torch that lose among them; names in "
         "code are what `weights=` runs",

@@ -19,7 +19,10 @@ from mmfast.bench.cases import Case, build
 from mmfast.bench.registry import Tick, benchmark, over, quiet
 from mmfast.bench.results import Row
 from mmfast.bench.suites.decode import decode_steps
-from mmfast.models.cache_name import returned_cache
+from mmfast.bench.suites.step_selection import filled, steps
+from mmfast.models.cache_name import CACHE, returned_cache
+from mmfast.models.decoder.few_rows import few_rows
+from mmfast.models.kv.room import growing_cache
 from mmfast.models.packing import PackedWeights, WeightPlan, packed
 from mmfast.ops.weight_forms import GROUP, Int4Weights, pack, rounded
 
@@ -80,6 +83,38 @@ def joint_rows(
             row |= {**timing.ON_ONE_THREAD, **steps.row(form), "base_ms": median(steps.base)}
             row |= {"prefill_ms": median(prompts.times[form]), "prefill_noise": prompts.noise}
             found.append(row | {"prefill_speedup": prompts.speedup(form)})
+    return found
+
+
+@benchmark("decode", "few-rows")
+def rows_at_once(tick: Tick) -> list[Row]:
+    """Time steps of several answers of 500 tokens, and of one, with float32 products in pieces."""
+    return at_once_rows(SHAPE, (1, 2, 4, 8, 12), 500, 5, tick)
+
+
+def at_once_rows(
+    preset: str, batches: Sequence[int], tokens: int, rounds: int, tick: Tick = quiet
+) -> list[Row]:
+    """Compare steps of so many rows with those of stock products."""
+    case, found = build(preset, ("llm", "decode"), 1, torch.device("cpu"), torch.float32), []
+    with torch.inference_mode(), timing.one_thread(), timing.frozen():
+        for number, batch in enumerate(batches):
+            tick(f"{batch} answers", number, len(batches))
+            caches = [growing_cache(case.model, {})[CACHE] for _ in range(2)]
+            stock, mine = (partial(steps, case, filled(case, tokens, batch, c)) for c in caches)
+
+            def pieces(run: Callable[[], timing.Sample] = mine) -> timing.Sample:
+                with few_rows(case.model):
+                    return run()
+
+            jobs: dict[str, Callable[[], timing.Sample]] = {"stock": stock, timing.AGAIN: stock}
+            jobs["in pieces"] = pieces
+            for run in jobs.values():  # the room of the cache is made once
+                run()
+            times = timing.PairedTimes.of(timing.interleave(jobs, rounds))
+            row: Row = {"preset": preset, "device": "cpu", "dtype": "float32", "batch": batch}
+            row |= {"tokens": tokens, **timing.ON_ONE_THREAD, **times.row("in pieces")}
+            found.append(row | {"base_ms": median(times.base)})
     return found
 
 

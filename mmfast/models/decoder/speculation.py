@@ -28,6 +28,7 @@ from mmfast.decoding.sampling import draw
 from mmfast.decoding.speculation import DecodePlan
 from mmfast.models.cache_name import CACHE, returned_cache
 from mmfast.models.decoder.drafters import BatchText, Drafter, DraftRun
+from mmfast.models.decoder.few_rows import few_rows
 from mmfast.models.decoder.grouped import grouped
 from mmfast.models.decoder.reader import SequenceReader
 
@@ -94,7 +95,7 @@ class VerifiedDecoding:
         for row, said in enumerate(text.said):
             if drafter is not None:
                 drafter.tell(row, said)
-        with grouped(self.model), self.model._optimize_model_for_decode():
+        with grouped(self.model), few_rows(self.model), self.model._optimize_model_for_decode():
             while not self._finished():
                 self._pass(reader, drafter)
         return self._output(reader)

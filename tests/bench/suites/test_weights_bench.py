@@ -7,7 +7,7 @@ import torch
 
 from mmfast.bench.report.docs import write_table
 from mmfast.bench.suites.step_selection import LongCache, selection_rows
-from mmfast.bench.suites.weights import joint_rows, product_rows, weight_rows
+from mmfast.bench.suites.weights import at_once_rows, joint_rows, product_rows, weight_rows
 
 
 def test_steps_and_prompts() -> None:
@@ -30,6 +30,14 @@ def test_joint_products_beside_separate_ones() -> None:
     shared = {"suite": "decode", "bench": "weights-joint", "processor": "p", "date": "d"}
     table = "\n".join(write_table("decode", [{**shared, "commit": "c", **row} for row in rows]))
     assert "| tiny, bfloat16 | `int8` |" in table
+
+
+def test_steps_of_several_answers_beside_stock_products() -> None:
+    alone, four = at_once_rows("tiny", (1, 4), 20, 3)
+    assert (alone["batch"], four["batch"]) == (1, 4) and four["base_ms"] > 0
+    shared = {"suite": "decode", "bench": "few-rows", "processor": "p", "date": "d", "commit": "c"}
+    table = "\n".join(write_table("decode", [{**shared, **four}]))
+    assert "| tiny | 4 | 20 |" in table
 
 
 def test_selection_beside_packed_weights() -> None:

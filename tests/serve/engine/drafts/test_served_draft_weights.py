@@ -10,6 +10,7 @@ import torch
 from scheduling import EMBEDDED, answers, ask, image, model_of
 
 from mmfast.core.errors import MmfastError
+from mmfast.models.decoder import few_rows
 from mmfast.models.decoder.draft_weights import DraftWeights
 from mmfast.models.packing import PackedLinear
 from mmfast.ops.weight_forms import Int4Weights
@@ -94,3 +95,20 @@ def test_a_server_does_not_start_with_a_form_that_there_is_not() -> None:
     with pytest.raises(MmfastError, match="would hold twice"):
         scheduler("self?weights=int4")
     assert DraftWeights(model_of(EMBEDDED)[0], "int4").nbytes > 0
+
+
+def test_steps_of_several_answers_compute_few_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(scheduler(None)) as made:
+        want = [text for text, _ in answers(made, asked(None, None, None))]
+    seen, stock = list[int](), few_rows.product
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        seen.append(len(x))
+        return stock(x, weight)
+
+    monkeypatch.setattr(few_rows, "LARGE", 1)
+    monkeypatch.setattr(few_rows, "paying_rows", lambda threads: frozenset(few_rows.ROWS))
+    monkeypatch.setattr(few_rows, "product", product)
+    with closing(scheduler(None)) as made:
+        assert [text for text, _ in answers(made, asked(None, None, None))] == want
+    assert seen and max(seen) <= 3
