@@ -30,6 +30,7 @@ from mmfast.decoding.speculation import DecodePlan, plan_decode
 from mmfast.models.cache_name import CACHE
 from mmfast.models.cost import decode_bytes
 from mmfast.models.decoder.draft_weights import DraftWeights
+from mmfast.models.decoder.few_rows import few_rows
 from mmfast.models.decoder.grouped import grouped
 from mmfast.models.kv.room import growing_cache
 from mmfast.models.loading import load
@@ -154,6 +155,7 @@ def cost_rows(
     jobs |= {f"verify {k}": partial(_pass, model, whole, k + 1) for k in lengths}
     with ExitStack() as stack, torch.no_grad(), timing.one_thread(), timing.frozen():
         stack.enter_context(grouped(model))
+        stack.enter_context(few_rows(model))
         for each in light.values():
             stack.enter_context(each.installed())
         for run in jobs.values():
