@@ -10,6 +10,7 @@ import pytest
 import torch
 from text_zoo import prompt, text_model
 from tiny_models import Tiny, generate, tiny
+from torch.nn import functional as F
 
 import mmfast
 from mmfast.attach import attach
@@ -17,6 +18,7 @@ from mmfast.core.errors import ModelError, SpecError
 from mmfast.core.spec import WEIGHTS
 from mmfast.decoding.speculation import plan_decode
 from mmfast.models import packing
+from mmfast.models.decoder import grouped
 from mmfast.models.decoder.draft_stage import DraftSource
 from mmfast.models.decoder.draft_weights import DraftWeights
 from mmfast.models.decoder.drafters import ModelDrafter
@@ -110,6 +112,24 @@ def test_another_thread_reads_the_weights_of_the_model() -> None:
     read()
     assert not torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2]) and torch.equal(found[0], found[3])
+
+
+def test_drafts_read_shared_keys_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen, stock = (
+        text_model("llama"),
+        list[tuple[int, ...]](),
+        F.scaled_dot_product_attention,
+    )
+
+    def watched(query: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        seen.append(tuple(query.shape[1:3]))
+        return stock(query, *args, **more)
+
+    monkeypatch.setattr(grouped.F, "scaled_dot_product_attention", watched)
+    with attach(model, decode=WHOLE):
+        model.generate(prompt(20), max_new_tokens=6, do_sample=False)
+    groups = model.config.num_attention_heads // model.config.num_key_value_heads
+    assert groups > 1 and (model.config.num_key_value_heads, groups) in seen
 
 
 def test_many_tokens_at_once_are_read_as_the_model_reads_them() -> None:

@@ -217,6 +217,7 @@ def _pass(model: Any, cache: Any, width: int, weights: DraftWeights | None = Non
     with ExitStack() as stack:
         if weights is not None:
             stack.enter_context(weights.drafting())
+            stack.enter_context(grouped(model, steps=True))
         run = partial(model, position_ids=torch.arange(held, held + width)[None], **given)
         _, ms = timing.timed(run, timing.clock_of(torch.device("cpu"), 1)[0])
     cache.crop(-width)

@@ -25,12 +25,11 @@ from mmfast.ops.weight_forms import FEW, WeightForm
 class DraftWeights:
     """The linear layers of a decoder and its head in fewer bits, beside the layers themselves.
 
-    Heads that share keys read them once in its passes, as the last bits of a draft do not matter.
     ModelError: no such form here, or a model whose layers cannot be packed.
     """
 
     def __init__(self, model: Any, form: str) -> None:
-        self.form, self.forms, self._model = form, draft_forms(model, form), model
+        self.form, self.forms = form, draft_forms(model, form)
         self._here = threading.local()
 
     @property
@@ -47,7 +46,6 @@ class DraftWeights:
     def installed(self) -> Iterator[None]:
         """Stand in the layers, and act in `drafting` alone."""
         with ExitStack() as stack:
-            stack.enter_context(grouped(self._model, self._drafts))
             for layer, form in self.forms.items():
                 around = partial(self._forward, form, layer)
                 stack.enter_context(override(layer, "forward", around))
@@ -62,11 +60,8 @@ class DraftWeights:
         finally:
             self._here.drafts = False
 
-    def _drafts(self) -> bool:
-        return getattr(self._here, "drafts", False)
-
     def _forward(self, form: WeightForm, layer: Any, stock: Any, x: Tensor) -> Tensor:
-        if not self._drafts() or x.numel() > FEW * x.shape[-1]:
+        if not getattr(self._here, "drafts", False) or x.numel() > FEW * x.shape[-1]:
             found: Tensor = stock(x)
             return found
         found = form.product(x.reshape(-1, x.shape[-1]))
@@ -83,6 +78,6 @@ class LightReader(SequenceReader):
         self._weights = weights
 
     def run(self, *args: Any) -> Tensor:
-        """Read as `SequenceReader` does."""
-        with self._weights.drafting():
+        """Read as `SequenceReader` does, shared keys once: last bits of a draft do not matter."""
+        with self._weights.drafting(), grouped(self.model, steps=True):
             return super().run(*args)

@@ -12,7 +12,7 @@ and three times as long in float32. Sums run in another order, so the last bits 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -30,11 +30,10 @@ PIECE = 32  # queries that attend together where a prompt's are not next to each
 
 
 @contextmanager
-def grouped(model: Any, steps: bool | Callable[[], bool] = False) -> Iterator[None]:
+def grouped(model: Any, steps: bool = False) -> Iterator[None]:
     """Let short passes of a model attend so, where its attention is sdpa and can be routed.
 
-    `steps` takes single queries without a mask, too, whose last bits are not those of the model:
-    always, or where it returns True.
+    `steps` takes single queries without a mask, too, whose last bits are not those of the model.
     """
     layers = getattr(decoder_of(model), "layers", ())
     modules = [getattr(layer, "self_attn", None) for layer in layers]
@@ -56,7 +55,7 @@ def _is_sdpa(module: Any) -> bool:
 
 
 def _attend(
-    steps: bool | Callable[[], bool],
+    steps: bool,
     call: Any,
     module: nn.Module,
     query: Tensor,
@@ -69,7 +68,7 @@ def _attend(
     length, groups = query.shape[2], query.shape[1] // key.shape[1]
     mask = attention_mask
     plain = isinstance(mask, Tensor) and mask.ndim == 4 and mask.shape[1] == 1
-    single = mask is None and length == 1 and (steps() if callable(steps) else steps)
+    single = steps and mask is None and length == 1
     odd = args or kwargs.get("dropout") or kwargs.get("position_bias") is not None
     if not (plain or single) or odd or groups == 1 or length > FEW:
         return call(module, query, key, value, mask, *args, **kwargs)
