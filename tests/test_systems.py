@@ -69,6 +69,16 @@ def test_caches_are_compared_with_the_whole_cache_of_their_own_run() -> None:
     assert _line(lines, "SnapKV").endswith("| not measured |")
 
 
+def test_policies_without_a_claimed_share_have_their_answers_about_long_texts() -> None:
+    """Thinned without the question; the claim of another has a share, and a run of its own."""
+    told = {"suite": "needles", "length": 4096, "aware": False, "reduce": None}
+    rows = [{**_cached(f"{name}:0.25", 0.8), **told} for name in ("tova", "lookm")]
+    rows += [{**rows[0], "aware": True, "score": 0.9}, {**rows[0], "length": 1024, "score": 0.7}]
+    lines = write_table("systems", rows)
+    assert _line(lines, "TOVA").endswith("| `tova` 80.0 % right in texts of 4,096 tokens at 25 % |")
+    assert _line(lines, "LOOK-M").endswith("| not measured |")
+
+
 def test_figures_stand_beside_the_claims() -> None:
     rows = [_row(None, 0.98), _row("holitom:0.1", 0.882), _row("holitom_inner:0.1", 0.49)]
     lines = write_table("systems", rows)
