@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from scheduling import EMBEDDED, answers, ask, image, model_of
+from scheduling import answers, ask, image, model_of
 
 from mmfast.core.errors import MmfastError
+from mmfast.models import packing
 from mmfast.models.decoder import few_rows
 from mmfast.models.decoder.draft_weights import DraftWeights
 from mmfast.models.packing import PackedLinear
@@ -17,13 +18,20 @@ from mmfast.ops.weight_forms import Int4Weights
 from mmfast.serve.engine.base import Finish
 from mmfast.serve.engine.scheduler import Scheduler
 
+FAMILY = "llava_onevision"  # its answers have no end, so that there is time to read a second prompt
 FIXED = "adapt=false&least=0&most=3"
 PART = f"self:0.2?weights=int4&{FIXED}"
 SHORT = f"self?weights=int4&{FIXED}&reduce=divprune:0.3"
 
 
+@pytest.fixture(autouse=True)
+def small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let layers of tiny models be packed, which are not worth it."""
+    monkeypatch.setattr(packing, "SMALL", 64)
+
+
 def scheduler(decode: str | None) -> Scheduler:
-    return Scheduler(model_of(EMBEDDED), chunk=1024, memory="200MB", decode=decode)
+    return Scheduler(model_of(FAMILY), chunk=1024, memory="200MB", decode=decode)
 
 
 def asked(*specs: str | None) -> list[Any]:
@@ -58,7 +66,7 @@ def test_answers_are_those_without_drafts(spec: str, monkeypatch: pytest.MonkeyP
         assert not any(isinstance(each, PackedLinear) for each in model.modules())
     assert [text for text, _ in found] == want
     (proposed, accepted), (none, _), _ = [counts(end) for _, end in found]
-    assert read and proposed >= accepted > proposed / 2 and not none
+    assert read and proposed >= accepted > 0 and not none
 
 
 def test_the_model_itself_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +102,7 @@ def test_a_server_does_not_start_with_a_form_that_there_is_not() -> None:
         scheduler("self:0.1?weights=int5")
     with pytest.raises(MmfastError, match="would hold twice"):
         scheduler("self?weights=int4")
-    assert DraftWeights(model_of(EMBEDDED)[0], "int4").nbytes > 0
+    assert DraftWeights(model_of(FAMILY)[0], "int4").nbytes > 0
 
 
 def test_steps_of_several_answers_compute_few_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
