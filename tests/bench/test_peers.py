@@ -167,13 +167,25 @@ def test_the_command_reports_what_is_not_run(
 ) -> None:
     out = tmp_path / "rows.jsonl"
     words = ["peers", "--engines", "openvino"]
-    code, told, _ = run(capsys, *words, "--json", "--out", str(out))
+    code, told, error = run(capsys, *words, "--json", "--out", str(out))
     rows = json.loads(told)
-    assert code == 0 and rows == load(out)
+    assert code == 1 and rows == load(out)
+    reason = "openvino bfloat16 not run: --envs names no folder of environments"
+    assert error == f"mmfast: error: no engine ran; {reason}\n"
     pruned = ["openvino bfloat16 CDPruner", "openvino bfloat16 weights int8 CDPruner"]
     assert [row["job"] for row in rows] == ["openvino bfloat16", *pruned]
     assert {row["reason"] for row in rows} == {"--envs names no folder of environments"}
     assert "not run: --envs names no folder" in run(capsys, *words)[1]
+
+
+@pytest.mark.parametrize(("states", "code"), [(("died", "died"), 1), (("died", "ok"), 0)])
+def test_one_engine_that_ran_is_enough(
+    states: tuple[str, str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    rows = [{"job": state, "state": state, "reason": "no room"} for state in states]
+    monkeypatch.setattr(peers, "run_peers", lambda *_, **__: rows)
+    found, _, error = run(capsys, "peers")
+    assert found == code and ("no engine ran; died died: no room" in error) == bool(code)
 
 
 def test_the_command_fails_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

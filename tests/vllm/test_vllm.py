@@ -229,7 +229,9 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     return found
 
 
-def test_with_a_spec_both_models_are_registered(registry: Registry) -> None:
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
+def test_with_a_spec_both_models_are_registered(registry: Registry, version: str) -> None:
+    sys.modules["vllm"].__dict__["__version__"] = version
     os.environ[VARIABLE] = "divprune:0.25"
     for _ in range(3):
         register()
