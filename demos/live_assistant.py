@@ -28,4 +28,8 @@ if __name__ == "__main__":
     if len(sys.argv) < 4:
         sys.exit("give: SOURCE (0, screen or a file) QUESTION ANSWER [QUESTION ...]")
     source, *asked = sys.argv[1:]
-    assist(int(source) if source.isdecimal() else source, *asked)
+    try:
+        assist(int(source) if source.isdecimal() else source, *asked)
+    except mmfast.MmfastError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

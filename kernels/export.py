@@ -119,5 +119,6 @@ if __name__ == "__main__":
         sys.exit("give a folder, and the name on the Hub: DIR [OWNER/NAME]")
     try:
         print(export(*sys.argv[1:]))
-    except ValueError as error:
-        sys.exit(str(error))
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

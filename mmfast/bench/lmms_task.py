@@ -11,7 +11,6 @@ HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 lmms-eval --model mmfast --model_args red
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -95,14 +94,15 @@ def write_task(folder: Path, name: str = "video", n: int = 40, seed: int = 1000)
 def main(args: Sequence[str] | None = None) -> None:
     """Parse the command line and write a task."""
     from mmfast.tiny.suites import SUITES
+    from mmfast.tiny.training import RecipeParser, one_line
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = RecipeParser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--suite", default="video", choices=list(SUITES))
-    parser.add_argument("--n", type=int, default=40)
+    parser.add_argument("--n", type="count", default=40)
     parser.add_argument("--seed", type=int, default=1000)
     options = parser.parse_args(args)
-    task = write_task(options.folder, options.suite, options.n, options.seed)
+    task = one_line(write_task)(options.folder, options.suite, options.n, options.seed)
     print(f"wrote task {task} with {options.n} questions", file=sys.stderr)
 
 

@@ -28,7 +28,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mmfast import __version__
-from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.errors import MmfastError, refused, unknown
 
 # Saved results of the running command: their number by what and where they are, for Ctrl-C.
 KEPT: Counter[str] = Counter()
@@ -168,7 +168,7 @@ def main(args: list[str] | None = None) -> None:
         except BrokenPipeError:  # of `| head`, which has read enough
             code = _stop_output(1)
         except OSError as error:
-            code = _stop_output(_fail(_refused(error)))
+            code = _stop_output(_fail(refused(error)))
         except (typer.Abort, KeyboardInterrupt):
             code = 130
         finally:
@@ -234,14 +234,6 @@ def _terminated() -> Iterator[list[float]]:
         yield came
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _refused(error: OSError) -> str:
-    """Return what the system refused, and of which file: a full disk, a file without rights."""
-    reason = error.strerror or str(error) or type(error).__name__
-    if error.filename is None:
-        return f"a file or the output cannot be read or written: {reason}"
-    return f"{os.fsdecode(error.filename)!r} cannot be read or written: {reason}"
 
 
 def _usage(error: Any, args: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 import warnings
 from collections.abc import Iterable
@@ -46,6 +47,14 @@ def unknown(what: str, value: object, choices: Iterable[str], more: Iterable[str
     if names:
         return f"unknown {what} {value!r}{hint} choices: {', '.join(names)}"
     return f"unknown {what} {value!r}{hint if near else '; there is none to choose'}"
+
+
+def refused(error: OSError) -> str:
+    """Return what the system refused, and of which file: a full disk, a file without rights."""
+    reason = error.strerror or str(error) or type(error).__name__
+    if error.filename is None:
+        return f"a file or the output cannot be read or written: {reason}"
+    return f"{os.fsdecode(error.filename)!r} cannot be read or written: {reason}"
 
 
 # Packages between a warning and the line of the caller's that it is about.

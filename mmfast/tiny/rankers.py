@@ -201,23 +201,22 @@ def train_head(
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mmfast.rankers.train", description=__doc__.splitlines()[0]
-    )
+    parser = training.RecipeParser(__doc__, "python -m mmfast.rankers.train")
     add = parser.add_argument
     add("--ranker", default="top", choices=["top"], help="name of the ranking")
     add("--model", default="tiny-video", help="embedded model or checkpoint folder")
     add("--suite", default="video", help="whose questions are asked")
-    add("--layers", type=int, nargs="+", default=[2], help="decoder layers before which to rank")
+    add("--layers", type="count", nargs="+", default=[2], help="decoder layers to rank before")
     add("--out", type=Path, default=Path("ranked"), help="folder that gets rankers/")
     training.teach_options(parser, rate=1e-3, steps=600)
-    add("--prompts", type=int, default=400, help="held-out ones included")
+    add("--prompts", type="count", default=400, help="held-out ones included")
     options = parser.parse_args(argv)
     if options.prompts < 2:
         parser.error(f"--prompts {options.prompts} must be at least 2: one is held out")
     return options
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and write the weights and the log."""
     options = arguments(argv)

@@ -224,9 +224,7 @@ def train_one(
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mmfast.rankers.train", description=__doc__.splitlines()[0]
-    )
+    parser = training.RecipeParser(__doc__, "python -m mmfast.rankers.train")
     add = parser.add_argument
     add("--ranker", default="route", choices=["route"], help="name of the ranking")
     add("--model", default="tiny-video", help="embedded model or checkpoint folder")
@@ -249,6 +247,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and write the weights and the log."""
     options = arguments(argv)

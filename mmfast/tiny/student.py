@@ -239,9 +239,7 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mmfast.compressors.train --reduce SPEC", description=__doc__.splitlines()[0]
-    )
+    parser = training.RecipeParser(__doc__, "python -m mmfast.compressors.train --reduce SPEC")
     add = parser.add_argument
     add("--reduce", required=True, help="what the student reads, such as key_clip:0.125")
     add("--teacher", help="what the teacher reads; all tokens by default")
@@ -249,7 +247,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     suites = [name for name, each in SUITES.items() if each.model == "tiny-video"]
     add("--suite", default="video", choices=suites, help="whose media and questions are learned")
     add("--lora", type=int, default=16, help="rank")
-    add("--clips", type=int, default=480, help="or pictures; a tenth of them is never trained on")
+    add("--clips", type="count", default=480, help="or pictures; a tenth is never trained on")
     add("--out", type=Path, default=Path("student"), help="folder that gets the adapter")
     training.teach_options(parser, rate=2e-3, steps=600)
     training.device_option(parser)
@@ -259,6 +257,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and write the adapter and the log."""
     options = arguments(argv)

@@ -15,16 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial, wraps
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mmfast.compressors.base import save
-from mmfast.core.errors import MmfastError, ModelError
+from mmfast.core.errors import MmfastError, ModelError, refused
 from mmfast.core.files import whole_file
 from mmfast.models.loading import pick_device
 from mmfast.ops.weight_forms import has_bfloat16
@@ -33,6 +34,8 @@ THREADS = 2  # gradients of this many batches are computed side by side
 CLIP = 1.0  # largest norm of the gradient
 Figures = dict[str, Any]
 Report = Callable[[Figures], None]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 POLYNOMIAL, ROUNDS = (3.4445, -4.775, 2.0315), 5  # of Jordan's iteration
@@ -166,9 +169,55 @@ def _device(text: str) -> torch.device:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def recipe_parser(doc: str, out: str) -> argparse.ArgumentParser:
+def _number(kind: type[int] | type[float], least: int, text: str) -> float:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value < math.inf:
+        noun = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"{text!r} is no {noun}; give one from {least} on")
+    return value
+
+
+def _present(text: str) -> Path:
+    if not text or not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"{text!r} does not exist; name a file or folder")
+    return Path(text)
+
+
+class RecipeParser(argparse.ArgumentParser):
+    """Parser of the module with a docstring; its numbers are finite and not below 0.
+
+    The type `count` is an integer from 1 on, `present` a file or folder that exists.
+    """
+
+    def __init__(self, doc: str | None, prog: str | None = None) -> None:
+        super().__init__(prog=prog, description=(doc or "").partition("\n")[0])
+        for kind in (int, float):
+            self.register("type", kind, partial(_number, kind, 0))
+        self.register("type", "count", partial(_number, int, 1))
+        self.register("type", "present", _present)
+
+
+def one_line(main: Callable[P, T]) -> Callable[P, T]:
+    """Let what a user can mend end a command line in one line, with code 2."""
+
+    @wraps(main)
+    def run(*args: P.args, **options: P.kwargs) -> T:
+        try:
+            return main(*args, **options)
+        except (MmfastError, OSError) as error:
+            told = refused(error) if isinstance(error, OSError) else str(error)
+            print("error:", " ".join(told.split()), file=sys.stderr)
+            raise SystemExit(2) from None
+
+    return run
+
+
+def recipe_parser(doc: str | None, out: str) -> RecipeParser:
     """Make the parser of a recipe by the docstring of its module, with `--out` and `--seed`."""
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser = RecipeParser(doc)
     parser.add_argument("--out", type=Path, default=Path(out), help="checkpoint folder")
     parser.add_argument("--seed", type=int, default=0)
     return parser
@@ -461,16 +510,10 @@ class Log:
     def record(
         cls, folder: Path, run: Callable[[Any, Log], None], options: Any, *fields: str
     ) -> None:
-        """Run a recipe with its options, in the log of a folder that goes on; it begins by them.
-
-        What a user can mend ends the program in one line.
-        """
+        """Run a recipe with its options, in the log of a folder that goes on; it begins by them."""
         log = cls(folder, fresh=False)
         log.start(**{name: getattr(options, name) for name in fields})
-        try:
-            run(options, log)
-        except MmfastError as error:
-            raise SystemExit(f"error: {error}") from None
+        run(options, log)
         log.end()
 
     @contextmanager

@@ -46,6 +46,13 @@ def test_the_script_names_its_arguments() -> None:
     assert ran.returncode == 1 and ran.stderr.strip().count("\n") == 0 and "SOURCE" in ran.stderr
 
 
+def test_a_source_that_is_not_there_ends_the_script_in_one_line() -> None:
+    command = [sys.executable, "-m", "mmfast.demos.live_assistant", "/no/clip.mp4", "What?", "5"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 2 and "Traceback" not in ran.stderr
+    assert ran.stderr.splitlines()[-1].startswith("'/no/clip.mp4' does not exist")
+
+
 def test_every_cell_of_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     names: dict[str, Any] = {}

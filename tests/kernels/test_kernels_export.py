@@ -99,6 +99,14 @@ def test_a_folder_with_files_is_refused(folder: Path) -> None:
         export.export(folder)
 
 
+def test_a_folder_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    command = [sys.executable, str(export.__file__), str(tmp_path / "file" / "out")]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 2 and len(ran.stderr.splitlines()) == 1
+    assert "Not a directory" in ran.stderr and "file/out" in ran.stderr
+
+
 @pytest.mark.slow
 def test_the_package_loads_and_runs_all(folder: Path) -> None:
     try:

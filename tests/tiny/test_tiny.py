@@ -1,6 +1,7 @@
 """The generator of the embedded video model: deterministic, and its labels are true."""
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -291,3 +292,55 @@ def test_training_is_in_bfloat16_where_the_processor_multiplies_it(
     with training.fast():
         product = torch.ones(2, 3) @ torch.ones(3, 4)
     assert product.dtype == (torch.bfloat16 if native else torch.float32)
+
+
+RECIPES = ["rankers", "router", "student", "video.background", "video.compressors", "video.folding"]
+RECIPES += ["text.concepts", "text.drafts", "text.exits", "text.train", "translation.train"]
+RECIPES += ["translation.train_interleaved", "scenes.doubts", "scenes.train", "document.train"]
+RECIPES += ["speech.train", "speech.train_overlap", "stream.train", "video.train"]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "soon"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_numbers_that_no_recipe_can_take_end_it(
+    name: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        import_module(f"mmfast.tiny.{name}").main(["--minutes", value])
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument --minutes: {value!r} is no number; give one from 0 on" in told
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "speech.turns", "translation.train_stability"])
+def test_a_folder_that_cannot_be_written_ends_a_recipe_before_its_work(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "file"
+    file.touch()
+    more = ["--reduce", "key_clip:36"] if name == "student" else []
+    with pytest.raises(SystemExit, match="2"):
+        import_module(f"mmfast.tiny.{name}").main([*more, "--out", str(file / "out" / "of")])
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith(f"error: '{file}") and "written: Not a directory" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("text.concepts", ["--tokens", "0"], "--tokens: '0' is no whole number; give one from 1"),
+        ("video.compressors", ["--tokens", "37"], "--tokens must be 1 to 36, the patches of a"),
+        ("video.folding", ["--seed", "1.5"], "--seed: '1.5' is no whole number; give one from 0"),
+        ("text.exits", ["--data", "nowhere.txt"], "--data: 'nowhere.txt' does not exist; name"),
+        ("speech.train", ["--start", ""], "--start: '' does not exist; name a file or folder"),
+    ],
+)
+def test_what_a_recipe_cannot_use_is_named(
+    name: str, given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        import_module(f"mmfast.tiny.{name}").main(given)
+    assert said in capsys.readouterr().err.splitlines()[-1]

@@ -191,6 +191,7 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
     if not left:
         log({"stage": "nothing left to measure", "cells": len(keys)})
         return
+    results.append(options.out, [])  # or refuse before the work
     model, processor = pupil(options.model)
     base = model.config.text_config
     bank, features = tower.encoded_clips(model, options.clips, 0, log)
@@ -206,9 +207,7 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mmfast.bench.suites.law", description=__doc__.splitlines()[0]
-    )
+    parser = training.RecipeParser(__doc__, "python -m mmfast.bench.suites.law")
     add, most = parser.add_argument, scene.CELLS**2
     add("--model", default="tiny-video", help="embedded model or checkpoint folder")
     add("--sizes", nargs="+", default=SIZES, help="of the decoder, WIDTHxLAYERS")
@@ -239,6 +238,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure the grid; rows are written one by one."""
     options = arguments(argv)

@@ -235,13 +235,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prints", type=int, default=2600, help="printed pages")
     add("--tower-minutes", type=float, default=20, help="of learning to read")
     add("--minutes", type=float, default=60, help="of the decoder")
-    add("--batch", type=int, default=8, help="of each thread, or of a device")
+    add("--batch", type="count", default=8, help="of each thread, or of a device")
     add("--things", type=float, default=0.5, help="share of pages with things in a batch")
     add("--whole", type=float, default=0.15, help="share of steps with all tokens")
     add("--tower-rate", type=float, default=1e-3)
     add("--rate", type=float, default=1.2e-3)
-    add("--questions", type=int, default=400, help="of each final evaluation")
-    add("--counts", type=int, default=5, help="times that a number of things or rows is asked")
+    add("--questions", type="count", default=400, help="of each final evaluation")
+    add("--counts", type="count", default=5, help="times that a number of things or rows is asked")
     add("--watch", type=float, default=4.0, help="minutes between looks at held pages")
     add("--workers", type=int, default=0, help="processes that draw pages")
     training.device_option(parser)
@@ -269,6 +269,7 @@ def learn_to_read(
     training.train(task, course, log, save, options.out / "tower.pt")
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     options = _arguments(argv)

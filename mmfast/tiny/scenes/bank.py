@@ -103,6 +103,7 @@ def make_bank(
         many, strangers, seed = columns.pop("settings").tolist()
         views = [lesson_view(seed, index) for index in range(many)]
     else:
+        path.parent.mkdir(parents=True, exist_ok=True)
         columns, views = _drawn_columns(many, strangers, seed, workers, report)
         part = path.with_suffix(".part.npz")
         np.savez(part, settings=np.array([many, strangers, seed]), **columns)

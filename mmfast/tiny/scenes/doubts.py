@@ -242,9 +242,7 @@ def train_one(options: argparse.Namespace, log: training.Report, lessons: Descri
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mmfast.tiny.scenes.doubts", description=__doc__.splitlines()[0]
-    )
+    parser = training.RecipeParser(__doc__, "python -m mmfast.tiny.scenes.doubts")
     add = parser.add_argument
     add("--model", default="tiny-scenes", help="embedded model or checkpoint folder")
     add("--out", type=Path, default=Path("doubted"), help="folder that gets detectors/")
@@ -257,6 +255,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and write the weights and the log."""
     options = arguments(argv)

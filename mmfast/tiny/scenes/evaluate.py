@@ -5,7 +5,6 @@ Half of the questions are in wordings that training never showed; so are all tha
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import re
@@ -273,8 +272,9 @@ def run_scenes(
     device: str | torch.device = "cpu",
 ) -> dict[str, Any]:
     """Ask a model (a name, a folder or a pair) `n` questions about unseen media."""
+    pair = load(model, device, "float32")
     cases = list(islice(scene_cases(seed, kinds), n))
-    found = measure(cases, answers(load(model, device, "float32"), cases, control, report))
+    found = measure(cases, answers(pair, cases, control, report))
     return {"seed": seed, "control": control or None, **found}
 
 
@@ -325,11 +325,12 @@ def scene_rows(
                "score": found["accuracy"], **found}  # fmt: skip
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Command line; prints one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = training.RecipeParser(__doc__)
     parser.add_argument("--model", required=True, help="checkpoint folder, or a name: tiny-video")
-    parser.add_argument("--n", type=int, default=400, help="questions")
+    parser.add_argument("--n", type="count", default=400, help="questions")
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--control", choices=CONTROLS, default="", help="other media than its own")
     note = 'of questions; "absent" asks about what is not there, "alone" about "the object", …'

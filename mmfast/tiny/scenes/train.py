@@ -352,7 +352,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--clips", type=int, default=3000, help="clips of the world")
     add("--decoder-clips", type=int, default=3000, help="of them for the decoder")
     add("--strangers", type=int, default=800, help="clips outside it")
-    add("--pictures", type=int, default=3000, help="single frames that are pictures")
+    add("--pictures", type="count", default=3000, help="single frames that are pictures")
     add("--tower-steps", type=int, default=2000)
     add("--tower-minutes", type=float, help="fit the tower's stage into this time instead")
     add("--steps", type=int, default=2400, help="decoder steps")
@@ -360,9 +360,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--within", type=float, help="end the decoder's stage so many minutes after the start")
     add("--rate", type=float, default=1.5e-3, help="peak learning rate of the decoder")
     add("--blend", type=float, default=1.0, help="share of what it learned; the rest is as before")
-    add("--questions", type=int, default=800, help="of the final evaluation")
-    add("--batch", type=int, default=BATCH, help="clips, of each of two threads, or of a device")
-    add("--held", type=int, default=HELD, help="clips that are never trained on, for looks")
+    add("--questions", type="count", default=800, help="of the final evaluation")
+    add("--batch", type="count", default=BATCH, help="clips of each thread or of a device")
+    add("--held", type="count", default=HELD, help="clips that are never trained on, for looks")
     add("--watch", type=float, default=4.0, help="minutes between looks at them")
     add("--hard", type=_weight, nargs="*", default=(), help="kinds asked more, such as where=5")
     add("--workers", type=int, help="processes that draw ahead; none for cpu")
@@ -378,6 +378,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> training.Figures:
     """Command line; returns the evaluation that the card shows."""
     options = _arguments(argv)

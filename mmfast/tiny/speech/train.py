@@ -266,15 +266,15 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = training.recipe_parser(__doc__, "tiny-speech")
     add = parser.add_argument
     add("--work", type=Path, default=Path("tiny-speech-work"), help="intermediate files")
-    add("--fit", type=int, default=1600, help="recordings that the codec is fitted to")
-    add("--say", type=int, default=16000, help="recordings of what is said")
-    add("--hear", type=int, default=12000, help="of what is heard")
-    add("--start", type=Path, help="checkpoint to go on from, of whatever words")
+    add("--fit", type="count", default=1600, help="recordings that the codec is fitted to")
+    add("--say", type="count", default=16000, help="recordings of what is said")
+    add("--hear", type="count", default=12000, help="of what is heard")
+    add("--start", type="present", help="checkpoint to go on from, of whatever words")
     add("--ear", type=float, default=40, help="minutes for the ear")
     add("--replies", type=float, default=30, help="for the replies")
     add("--minutes", type=float, default=120, help="for speaking")
     add("--vocoder", type=int, default=4500, help="steps of the vocoder")
-    add("--own", type=int, default=4000, help="texts that draft modules learn from")
+    add("--own", type="count", default=4000, help="texts that draft modules learn from")
     add("--drafts", type=float, default=40, help="minutes for chained modules")
     add("--heads", type=float, default=8, help="minutes for independent ones")
     add("--again", type=float, help="minutes for the last chained module of --start, and no more")
@@ -286,6 +286,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     options = _arguments(argv)

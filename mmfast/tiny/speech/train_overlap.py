@@ -6,7 +6,6 @@ both speakers' words in order of their ends (t-SOT, Kanda et al. 2022, 2202.0084
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -133,15 +132,16 @@ class OverlapTask(EarTask):
         return {"cpwer": round(errors / max(1, words), 4)}
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = training.RecipeParser(__doc__)
     add = parser.add_argument
-    add("--model", type=Path, help="folder of a speech model; the embedded one")
+    add("--model", type="present", help="folder of a speech model; the embedded one")
     add("--out", type=Path, default=Path("tiny-overlap"), help="folder of the weights")
-    add("--start", type=Path, help="weights of an ear for two to go on from")
+    add("--start", type="present", help="weights of an ear for two to go on from")
     add("--work", type=Path, default=Path("tiny-overlap-work"), help="recordings")
-    add("--hear", type=int, default=3000, help="recordings that are mixed")
+    add("--hear", type="count", default=3000, help="recordings that are mixed")
     add("--seed", type=int, default=0)
     add("--minutes", type=float, default=6)
     add("--rate", type=float, default=1.5e-3)

@@ -428,12 +428,13 @@ def make_lesson(name: str, split: Split, options: argparse.Namespace) -> TurnLes
     return ending_lesson(found, ending, np.random.default_rng([options.seed, 96]))
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = training.recipe_parser(__doc__, "tiny-turns")
-    parser.add_argument("--speech", type=Path, help="speech model that knows ends, not embedded")
-    parser.add_argument("--turns", type=int, default=2000, help="turns with pauses")
-    parser.add_argument("--murmurs", type=int, default=320, help="short utterances")
+    parser.add_argument("--speech", type="present", help="speech model, not the embedded one")
+    parser.add_argument("--turns", type="count", default=2000, help="turns with pauses")
+    parser.add_argument("--murmurs", type="count", default=320, help="short utterances")
     parser.add_argument("--steps", type=int, default=1000)
     options = parser.parse_args(argv)
     log = training.Log(options.out)

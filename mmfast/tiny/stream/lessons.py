@@ -66,6 +66,8 @@ def make_clips(
     name = "facts" if facts else "scenes"
     kept = None if folder is None else folder / f"{name}-{seed}-{count}.pt"
     known = torch.load(kept) if kept is not None and kept.exists() else None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     made = []
     for index in range(count):
         rng = np.random.default_rng([TRAIN, seed, 30 + facts, index])
@@ -80,7 +82,6 @@ def make_clips(
         made.append(StreamClip(tokens, names, world.present_facts(moments[-1]), number, corner))
         progress(name, index + 1, count)
     if kept is not None and known is None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
         torch.save(torch.stack([clip.tokens for clip in made]), kept)
     return made
 

@@ -208,21 +208,22 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--start", help="model to start from; the embedded video model")
     add("--cache", type=Path, help="folder that keeps encoded clips between runs")
-    add("--facts", type=int, default=4000, help="clips of facts")
-    add("--scenes", type=int, default=2000, help="clips of ordinary scenes")
+    add("--facts", type="count", default=4000, help="clips of facts")
+    add("--scenes", type="count", default=2000, help="clips of ordinary scenes")
     add("--minutes", type=float, default=45)
     add("--watch", type=float, default=4, help="minutes between looks")
-    add("--batch", type=int, default=8)
+    add("--batch", type="count", default=8)
     add("--rate", type=float, default=1.5e-3)
     add("--hold", type=float, default=0.4)
-    add("--evaluate", type=int, default=400, help="questions at the end")
+    add("--evaluate", type="count", default=400, help="questions at the end")
     add("--seconds", type=float, default=960, help="length of those streams")
-    add("--past", type=int, default=10, help="questions a stream about facts")
-    add("--now", type=int, default=4, help="questions a stream about the present")
+    add("--past", type="count", default=10, help="questions a stream about facts")
+    add("--now", type="count", default=4, help="questions a stream about the present")
     add("--match", type=float, default=0.2, help="weight of the key loss")
     return parser.parse_args(argv)
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     options = _arguments(argv)

@@ -10,7 +10,6 @@ it the questions that can be asked at its end, one JSON line each.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from mmfast.core.errors import MmfastError
+from mmfast.tiny import training
 from mmfast.tiny.document.pages import arrange
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import write
@@ -338,9 +338,10 @@ def event_facts(name: str, number: int, corner: str) -> list[Fact]:
     return [Fact("entry", (name,), str(number)), Fact("corner", (name,), corner)]
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = training.RecipeParser(__doc__)
     parser.add_argument("path", type=Path, help="mp4 to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=600)

@@ -176,27 +176,27 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mmfast.compressors.train --compressor compllm",
-        description=__doc__.splitlines()[0],
+    parser = training.RecipeParser(
+        __doc__, "python -m mmfast.compressors.train --compressor compllm"
     )
     add = parser.add_argument
     add("--compressor", default="compllm", choices=["compllm"])
     add("--model", default=NAME, help="embedded model or folder of a causal language model")
-    add("--data", type=Path, help="lines of JSON: context, question, answer; else documents")
-    add("--tokens", type=int, nargs="+", default=[2], help="rates; several train each")
+    add("--data", type="present", help="lines of JSON: context, question, answer; else documents")
+    add("--tokens", type="count", nargs="+", default=[2], help="rates; several train each")
     add("--out", type=Path, default=Path("compressed"), help="folder that gets compressors/")
-    add("--segment", type=int, default=20, help="tokens of a segment")
-    add("--rank", type=int, default=16, help="of the LoRA")
-    add("--length", type=int, default=256, help="tokens of a document")
-    add("--batch", type=int, default=4, help="examples of a step")
+    add("--segment", type="count", default=20, help="tokens of a segment")
+    add("--rank", type="count", default=16, help="of the LoRA")
+    add("--length", type="count", default=256, help="tokens of a document")
+    add("--batch", type="count", default=4, help="examples of a step")
     training.teach_options(parser, rate=2e-3, steps=1000)
     add("--device", default="cpu")
     add("--questions", type=int, default=0, help="about unseen documents, at the end")
-    add("--exam", type=int, default=1024, help="tokens of those documents")
+    add("--exam", type="count", default=1024, help="tokens of those documents")
     return parser.parse_args(argv)
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and write the weights and the log."""
     options = arguments(argv)

@@ -144,16 +144,17 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = training.RecipeParser(__doc__)
     add = parser.add_argument
-    add("--layers", type=int, default=1, help="decoder layers of the draft model")
-    add("--width", type=int, default=64, help="of it: whole heads of the model")
+    add("--layers", type="count", default=1, help="decoder layers of the draft model")
+    add("--width", type="count", default=64, help="of it: whole heads of the model")
     add("--out", type=Path, default=Path("draft"), help="folder of the draft model")
-    add("--blocks", type=int, default=400, help="texts of the first stage")
+    add("--blocks", type="count", default=400, help="texts of the first stage")
     text_options(parser, rate=3e-3)
     return parser.parse_args(argv)
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and write the draft model and the log."""
     options = arguments(argv)

@@ -189,9 +189,9 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog=TRAINING, description=__doc__.splitlines()[0])
+    parser = training.RecipeParser(__doc__, TRAINING)
     add = parser.add_argument
-    add("--layer", type=int, default=1, help="decoder layers in front of the exit")
+    add("--layer", type="count", default=1, help="decoder layers in front of the exit")
     add("--out", type=Path, default=Path("exit.safetensors"), help="file of the adapter")
     text_options(parser, rate=1e-2)
     return parser.parse_args(argv)
@@ -201,15 +201,16 @@ def text_options(parser: argparse.ArgumentParser, rate: float) -> None:
     """Add the options of a model, of the texts that it goes on from, and of training on them."""
     add = parser.add_argument
     add("--model", default=NAME, help="embedded model or folder of a causal language model")
-    add("--data", type=Path, help="texts to go on from, one a line; else documents")
-    add("--prompts", type=int, default=200, help="texts that the model goes on from")
-    add("--context", type=int, default=64, help="tokens of each")
-    add("--length", type=int, default=48, help="tokens that it adds to each, at most")
-    add("--batch", type=int, default=8, help="texts of a step")
+    add("--data", type="present", help="texts to go on from, one a line; else documents")
+    add("--prompts", type="count", default=200, help="texts that the model goes on from")
+    add("--context", type="count", default=64, help="tokens of each")
+    add("--length", type="count", default=48, help="tokens that it adds to each, at most")
+    add("--batch", type="count", default=8, help="texts of a step")
     training.teach_options(parser, rate=rate, steps=1000)
     add("--device", default="cpu")
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and write the weights and the log."""
     options = arguments(argv)

@@ -271,14 +271,15 @@ def _by_kind(right: Tensor, kinds: Tensor) -> dict[str, float]:
     return {kind: float(marks.mean()) for kind, marks in known.items() if len(marks)}
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = training.recipe_parser(__doc__, NAME)
     add = parser.add_argument
     add("--minutes", type=float, default=40.0)
     add("--rate", type=float, default=3e-3, help="peak learning rate")
-    add("--longest", type=int, default=1024, help="tokens of the longest documents")
-    add("--questions", type=int, default=95, help="of the final evaluation, at each length")
+    add("--longest", type="count", default=1024, help="tokens of the longest documents")
+    add("--questions", type="count", default=95, help="of the final evaluation, at each length")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", min(os.cpu_count() or 1, 8))))

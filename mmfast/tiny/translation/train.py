@@ -137,6 +137,7 @@ class TranslationTask(training.Task):
         return {"translation": [round(float(loss), 4), round(right, 4), round(whole, 4)]}
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = training.recipe_parser(__doc__, "tiny-translate")

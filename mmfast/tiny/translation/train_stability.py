@@ -8,7 +8,6 @@ encoder-decoder.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from mmfast.core.errors import MmfastError
 from mmfast.models.stability import StabilityHead, doubt
 from mmfast.models.translation import Translator, load_translator
+from mmfast.tiny import training
 from mmfast.tiny.translation.grammar import Split, sentence
 
 SENTENCES, EXAM = 500, 60
@@ -116,15 +116,17 @@ def new_texts(count: int, seed: int, split: Split) -> list[str]:
     return [sentence(rng, split)[0] for _ in range(count)]
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = training.RecipeParser(__doc__)
     parser.add_argument("--model", help="folder of an encoder-decoder; the embedded one")
-    parser.add_argument("--texts", type=Path, help="a source sentence each line; the grammar's")
+    parser.add_argument("--texts", type="present", help="a source sentence a line; the grammar's")
     parser.add_argument("--out", type=Path, default=Path("tiny-translate"), help="folder")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sentences", type=int, default=SENTENCES)
+    parser.add_argument("--sentences", type="count", default=SENTENCES)
     options = parser.parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)  # or refuse before the work
     start, translator = time.monotonic(), load_translator(options.model)
     if not isinstance(translator, Translator):
         raise MmfastError(f"{options.model!r} is no encoder-decoder; give one such as Marian")
@@ -138,7 +140,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     lessons = gather(translator, texts)
     head = fit(lessons, options.seed)
     figures = judged_head(head, gather(translator, exam))
-    options.out.mkdir(parents=True, exist_ok=True)
     head.save(options.out)
     spent = {
         "seconds": round(time.monotonic() - start),

@@ -269,27 +269,28 @@ def go_on(compressor: Compressor, start: Path) -> None:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mmfast.compressors.train", description=__doc__.splitlines()[0]
-    )
+    parser = training.RecipeParser(__doc__, "python -m mmfast.compressors.train")
     add = parser.add_argument
     add("--model", default="tiny-video", help="embedded model or checkpoint folder")
     add("--compressor", default="query_compressor", help="name of the architecture")
-    add("--tokens", type=int, nargs="+", default=[1], help="vectors a frame; several train each")
+    add("--tokens", type="count", nargs="+", default=[1], help="vectors a frame; several: one each")
     add("--out", type=Path, default=Path("compressed"), help="folder that gets compressors/")
-    add("--lora", type=int, help="rank of a LoRA in the decoder that learns, too; none by default")
-    add("--start", type=Path, help="weights to go on from, of one token or of as many")
+    add("--lora", type="count", help="rank of a LoRA that the decoder learns, too; none by default")
+    add("--start", type="present", help="weights to go on from, of one token or of as many")
     training.teach_options(parser, rate=1.5e-3, steps=1300)
     add("--clips", type=int, default=4256, help="of the bank, held-out ones included")
     add("--held", type=int, default=HELD, help="clips at its end that are never trained on")
     options = parser.parse_args(argv)
     if options.clips < options.held + CLIPS:
         parser.error(f"--clips {options.clips} must be at least {options.held + CLIPS}")
+    if max(options.tokens) > scene.CELLS**2:
+        parser.error(f"--tokens must be 1 to {scene.CELLS**2}, the patches of a frame")
     if options.lora is not None and len(options.tokens) > 1:
         parser.error("a folder holds one LoRA: with --lora give one number of --tokens")
     return options
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and write the weights and the log."""
     options = arguments(argv)

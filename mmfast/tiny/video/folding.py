@@ -203,16 +203,14 @@ def train_one(
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mmfast.tiny.video.folding", description=__doc__.splitlines()[0]
-    )
+    parser = training.RecipeParser(__doc__, "python -m mmfast.tiny.video.folding")
     add = parser.add_argument
     add("--model", default="tiny-video", help="embedded model or checkpoint folder")
     add("--blocks", type=int, nargs="+", default=[1, 2], help="numbers of those without attention")
     add("--out", type=Path, default=Path("folded"), help="folder that gets towers/")
     training.teach_options(parser, rate=1e-3, steps=1000)
     add("--clips", type=int, default=2064, help="of the bank, held-out ones included")
-    add("--held", type=int, default=HELD, help="clips at its end that are never trained on")
+    add("--held", type="count", default=HELD, help="clips at its end that are never trained on")
     options = parser.parse_args(argv)
     if options.clips < options.held + CLIPS:
         parser.error(f"--clips {options.clips} must be at least {options.held + CLIPS}")
@@ -220,6 +218,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and write the weights and the log."""
     options = arguments(argv)

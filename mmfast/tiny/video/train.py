@@ -223,7 +223,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=StagePlan.steps, help="decoder steps on clips")
     add("--polish", type=int, default=POLISH.steps, help="with pictures, after that")
     add("--minutes", type=float, help="fit the decoder's stages into this time instead")
-    add("--questions", type=int, default=400, help="of the final evaluation")
+    add("--questions", type="count", default=400, help="of the final evaluation")
     options = parser.parse_args(argv)
     least = StagePlan.held + StagePlan.batch
     if not least <= options.decoder_clips <= options.clips:
@@ -233,6 +233,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+@training.one_line
 def main(argv: Sequence[str] | None = None) -> training.Figures:
     """Command line; returns the evaluation that the card shows."""
     options = _arguments(argv)
