@@ -18,6 +18,10 @@ _Compare = Annotated[
     typer.Option(metavar="[SPEC]", help="Time SPEC, or --reduce and --cache, and all tokens."),
 ]
 _Check = Annotated[bool, typer.Option("--check", help="Say which words are probably made up.")]
+_Guard = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Refuse harmful pictures: JSON of an ImageGuard, or a CLIP."),
+]
 _Overlay = Annotated[
     Path | None,
     typer.Option(help="Picture of the kept, merged and dropped patches: .png, .jpg, .webp."),
@@ -47,18 +51,21 @@ def ask(
     quality: shared.Quality = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 128,
     check: _Check = False,
+    guard: _Guard = None,
     compare: _Compare = None,
     save_overlay: _Overlay = None,
     as_json: shared.Json = False,
 ) -> None:
     """Answer one question about a video or an image, and say what it cost."""
     from mmfast.core.spec import check_names
+    from mmfast.models.image_guard import read_guard
     from mmfast.models.quiet import quiet
 
     _check_files(media, save_overlay)
     reduce, cache = _compared(compare, reduce, cache, check)
     check_names([reduce], [cache], [prefill])
     _check_every(reduce)
+    read_guard(guard)
     quiet()
     from mmfast.models.prompt import ScopeWarning, check_question
     from mmfast.pipelines import pipeline
@@ -70,6 +77,7 @@ def ask(
         check_target(save_overlay)
     options: dict[str, Any] = {"frames": frames, "fps": fps, "max_new_tokens": max_new_tokens}
     given = {"reduce": reduce, "cache": cache, "prefill": prefill, "attn": attn, "weights": weights}
+    given |= {"guard": guard}
     how = {"decode": decode, "check": check, "max_memory": max_memory, **_kept(reuse, reuse_folder)}
     how |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens, "quality": quality}
     pipe = pipeline(task, model, device=device, dtype=dtype, **options, **given, **how)
