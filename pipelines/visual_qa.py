@@ -200,18 +200,15 @@ class VisualQA:
             self.check = check
             self.generate = merged(self._own, {})
             check_plain(check, self.decode is not None, self.generate)
-        self.embedded = model is None
-        self._warned = False
+        self.embedded, self._warned = model is None, False
         self.reduce: str | Sequence[Spec] | None = specs
         self._spec = reduce  # as the caller wrote it
         self.cache, self.encoder = plan, encoder
-        self.frames, self.fps = frames, fps
-        self.batch_size = batch_size
+        self.frames, self.fps, self.batch_size = frames, fps, batch_size
         self.model, self.processor = load(model, device, dtype, processor, model_kwargs)
         if check:
             detector_of(self.model)  # an error of its own where there is none
-        inside = again or encoder or self.target or any(each.site == "vit" for each in specs)
-        self.guard = made_guard(guard, self.model, not inside)
+        self.guard = made_guard(guard, self.model, specs, again, encoder, self.target)
         self.packing = use_weights(self.model, weights, model)
         self._inside = (plan, encoder, self._drafts(), self.prefill)
         self.reuse: MediaReuse | None = None

@@ -23,6 +23,7 @@ from mmfast.core.locks import WholeLock
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mmfast.core.spec import Spec
     from mmfast.core.trace import Trace
 
 NEUTRAL = "neutral"
@@ -236,11 +237,14 @@ class SceneJudge:
         self._act(found, start, trace)
 
 
-def made_guard(given: Any, model: Any, plain: bool) -> SceneJudge | None:
-    """Load a guard beside a model, whose own tower it reads where that is `plain` and the same."""
+def made_guard(given: Any, model: Any, specs: Sequence[Spec], *beside: Any) -> SceneJudge | None:
+    """Load a guard beside a model, whose tower it reads where that is the same and runs as it is.
+
+    It may not where a spec acts inside it, or with anything `beside`: reuse, an encoder, a target.
+    """
     guard = read_guard(given)
     judge = None if guard is None else SceneJudge(guard, model.device)
-    if judge is not None and plain:
+    if judge is not None and not (any(beside) or any(each.site == "vit" for each in specs)):
         judge.share(model)
     return judge
 

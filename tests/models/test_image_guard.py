@@ -19,7 +19,7 @@ from PIL import Image
 from tiny_base import Shape
 from tiny_clip import vision_config
 from tiny_models import build, tiny
-from transformers import AutoProcessor
+from transformers import AutoProcessor, CLIPModel
 
 from mmfast import ImageGuard, MediaError, MmfastError, ModelError, pipeline
 from mmfast.models.image_guard import SceneJudge, judge_of, read_guard
@@ -257,3 +257,68 @@ def test_the_command_takes_a_guard(
     assert code == 2 and "the guard refuses" in error
     code, _, error = run(capsys, *asked, str(tmp_path / "none.json"))
     assert code == 2 and "none.json" in error
+
+
+COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 70, 220)}
+COLOURS["yellow"] = (230, 210, 50)
+PATTERNS = ("plain", "rows", "columns", "checks")
+
+
+def drawn(pattern: str, colour: str, rng: np.random.Generator) -> Any:
+    """A noisy picture of a pattern in a colour on grey, at a random offset."""
+    y, x = np.mgrid[:24, :24] + rng.integers(0, 8, 2)[:, None, None]
+    on = {
+        "plain": y >= 0,
+        "rows": y // 4 % 2 == 0,
+        "columns": x // 4 % 2 == 0,
+        "checks": (x // 4 + y // 4) % 2 == 0,
+    }[pattern]
+    shade = np.where(on[..., None], np.array(COLOURS[colour]), rng.integers(60, 200))
+    return (shade + rng.normal(0, 12, shade.shape)).clip(0, 255).astype(np.uint8)
+
+
+def trained(folder: Path, steps: int = 300) -> None:
+    """Teach a small CLIP what the pictures show, from nothing, and save it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "image_size": 24, "patch_size": 8}
+    save_clip(folder, sizes, seed=0)
+    model = CLIPModel.from_pretrained(folder).train()
+    processor = AutoProcessor.from_pretrained(folder)
+    names = [(pattern, colour) for pattern in PATTERNS for colour in COLOURS]
+    words = processor.tokenizer([f"{c} {p}" for p, c in names], padding=True, return_tensors="pt")
+    rng, right = np.random.default_rng(0), torch.arange(len(names)).repeat_interleave(2)
+    learner = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
+    pace = torch.optim.lr_scheduler.OneCycleLR(learner, 5e-3, total_steps=steps)
+    for _ in range(steps):
+        images = [drawn(*name, rng) for name in names for _ in range(2)]
+        pixels = processor.image_processor(
+            images, return_tensors="pt", input_data_format="channels_last"
+        )
+        out = model(**words, **pixels)
+        learner.zero_grad()
+        torch.nn.functional.cross_entropy(out.logits_per_image, right).backward()
+        learner.step()
+        pace.step()
+    model.eval().save_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_a_trained_clip_refuses_the_pattern_that_is_forbidden(tmp_path: Path) -> None:
+    """The figures of docs/guides/guard.md: shares of 200 forbidden and 600 other pictures."""
+    torch.manual_seed(0)
+    trained(tmp_path)
+    scenes = {
+        name: [f"{colour} {pattern}" for pattern in patterns for colour in COLOURS]
+        for name, patterns in (("neutral", PATTERNS[:3]), ("forbidden", PATTERNS[3:]))
+    }
+    judge = SceneJudge(ImageGuard(str(tmp_path), scenes), "cpu")
+    rng = np.random.default_rng(99)
+    refused = {
+        pattern: sum(
+            each.harmful
+            for each in judge.judge([drawn(pattern, c, rng) for c in COLOURS for _ in range(50)])
+        )
+        for pattern in PATTERNS
+    }
+    print(refused)
+    assert refused["checks"] >= 190 and sum(refused[p] for p in PATTERNS[:3]) <= 12
