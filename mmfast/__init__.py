@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mmfast.core.tokens import Tokens as Tokens
     from mmfast.core.trace import Trace as Trace
     from mmfast.frontends.image import kind_of as kind_of
+    from mmfast.models.image_guard import ImageGuard as ImageGuard
     from mmfast.pipelines.answer import Answer as Answer
     from mmfast.pipelines.overlay import overlay as overlay
     from mmfast.pipelines.registry import pipeline as pipeline
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "Answer": "mmfast.pipelines.answer",
+    "ImageGuard": "mmfast.models.image_guard",
     "MediaError": "mmfast.core.errors",
     "Mix": "mmfast.core.reduction",
     "MmfastError": "mmfast.core.errors",

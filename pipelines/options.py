@@ -18,6 +18,7 @@ from mmfast.core.sizes import parse_bytes
 from mmfast.frontends.source import Limits
 from mmfast.models import loading
 from mmfast.models.attention import check_attn
+from mmfast.models.image_guard import read_guard
 from mmfast.models.patching import CAPTURING
 from mmfast.models.vision.acceleration import check_encoder
 from mmfast.planner.arithmetic import check_weights
@@ -61,6 +62,7 @@ NUMBERS = {name: (each[1], each[2], each[0]) for each in RANGES for name in each
 READERS: dict[str, Callable[[Any], Any]] = {
     "memory": lambda spec: None if spec == "auto" else plan_cache(spec),
     "encoder": check_encoder,
+    "guard": read_guard,
     "reuse": parse_reuse,
     "weights": check_weights,
     "prefill": plan_prefill,

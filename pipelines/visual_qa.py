@@ -21,7 +21,7 @@ from mmfast.core.spec import AUTO, Spec, parse
 from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.decoding.speculation import plan_decode
 from mmfast.frontends.image import kind_of, read_image
-from mmfast.frontends.source import DEFAULT_LIMITS, is_encoded, open_source, seekable
+from mmfast.frontends.source import is_encoded, rereadable
 from mmfast.frontends.video.reader import read_video
 from mmfast.models.attention import with_attn
 from mmfast.models.context import placeholders
@@ -31,6 +31,7 @@ from mmfast.models.decoder.few_rows import few_rows
 from mmfast.models.decoder.grouped import grouped
 from mmfast.models.doubt import Doubt, StepRecorder, check_plain, detector_of, doubts
 from mmfast.models.families.adapter import add_views, check_media, token_counts
+from mmfast.models.image_guard import made_guard, watching
 from mmfast.models.kv.room import growing_cache
 from mmfast.models.loading import load
 from mmfast.models.prompt import (
@@ -123,6 +124,7 @@ class VisualQA:
             batch are then asked one by one.
         check: Judge every token of an answer by the detector beside the weights (`Answer.doubts`):
             which words are probably made up. Plain decoding alone.
+        guard: What refuses harmful pictures: an `ImageGuard`, a JSON file of one, or a CLIP's name.
         store: A `mmfast.ReuseStore` that pipelines share, or a folder of one; None: 1 GB of main
             memory.
         device: `cpu`, `cuda`, `cuda:1`; None picks CUDA where there is one.
@@ -169,6 +171,7 @@ class VisualQA:
         attn: str | None = None,
         reuse: str | None = None,
         check: bool = False,
+        guard: Any = None,
         store: ReuseStore | str | Path | None = None,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "auto",
@@ -198,16 +201,15 @@ class VisualQA:
             self.check = check
             self.generate = merged(self._own, {})
             check_plain(check, self.decode is not None, self.generate)
-        self.embedded = model is None
-        self._warned = False
+        self.embedded, self._warned = model is None, False
         self.reduce: str | Sequence[Spec] | None = specs
         self._spec = reduce  # as the caller wrote it
         self.cache, self.encoder = plan, encoder
-        self.frames, self.fps = frames, fps
-        self.batch_size = batch_size
+        self.frames, self.fps, self.batch_size = frames, fps, batch_size
         self.model, self.processor = load(model, device, dtype, processor, model_kwargs)
         if check:
             detector_of(self.model)  # an error of its own where there is none
+        self.guard = made_guard(guard, self.model, specs, again, encoder, self.target)
         self.packing = use_weights(self.model, weights, model)
         self._inside = (plan, encoder, self._drafts(), self.prefill)
         self.reuse: MediaReuse | None = None
@@ -381,13 +383,15 @@ class VisualQA:
         with trace.stage("read"):
             chats = [self._chat(media, question) for media, question in pairs]
             pairs[:] = [(chat, None) for chat in chats]  # nothing is read twice
+        said = [[part for turn in chat for part in turn["content"]] for chat in chats]
+        shots = [[part for part in mine if isinstance(part, Shot)] for mine in said]
+        if self.guard:
+            self.guard.look([each for mine in shots for each in mine], trace)
         with turn_of(self.model), trace.stage("preprocess"):  # padding is a state of tokenizers
             reduced = bool(self.reduce or self.target)
             inputs = user_inputs(self.processor, chats, self.model, reduced)
-            notes = [] if notes is None else notes
-            notes += map(self._note, chats)
-        parts = [[part for message in chat for part in message["content"]] for chat in chats]
-        return inputs, [sum(isinstance(part, Shot) for part in mine) for mine in parts]
+            (notes if notes is not None else []).extend(map(self._note, chats))
+        return inputs, list(map(len, shots))
 
     def _note(self, chat: list[dict[str, Any]]) -> str:
         """Return a line on what is outside the scope of the embedded model, and warn once of it."""
@@ -438,6 +442,7 @@ class VisualQA:
             encoder_timer(self.model) as encode,
             self._attached(inputs, begun.reduce, how, cache) as (trace, given),
             StepRecorder().on(self.model) if self.check else nullcontext() as recorder,
+            watching(self.guard, self.model, trace, sum(begun.items)),
             recorded(self.model, trace),
         ):
             output = self.run(given, how, streamer=first, **more)
@@ -451,15 +456,15 @@ class VisualQA:
         if each:
             add_views(self.model, kind, inputs, trace)
         prompt = given["input_ids"].shape[1]
-        # "vit" is part of encode, and "draft" of generate
-        inside = sum(row.ms for row in trace.rows if row.stage not in ("vit", "draft"))
+        # "vit" and "guard" are parts of encode, and "draft" of generate
+        inside = sum(row.ms for row in trace.rows if row.stage not in ("vit", "guard", "draft"))
         trace.add("prefill", prompt, 1, (first.at - begin) * 1e3 - encode.ms - inside)
         trace.add("generate", 1, output.shape[1] - prompt, (end - first.at) * 1e3)
         visual = sum(n for n, _ in counts)
         if self.packing is not None:
             trace.notes.append(self.packing.note)
         encoding = Row("encode", visual, visual, encode.ms, peak_bytes())
-        trace.rows[:0] = [*begun.reading.rows, encoding]
+        trace.rows[:0], trace.notes[:0] = [*begun.reading.rows, encoding], begun.reading.notes
         texts = self.processor.batch_decode(output[:, prompt:], skip_special_tokens=True)
         ttft = (first.at - begun.start) * 1e3
         told: list[tuple[Doubt, ...]] = [()] * len(texts)
@@ -506,7 +511,9 @@ class VisualQA:
 
     @cached_property
     def modules(self) -> PromptModules:
-        """Modules of schemas; MmfastError without `reuse=` of keys and values."""
+        """Modules of schemas; MmfastError without `reuse=` of keys and values, or with a guard."""
+        if self.guard:
+            raise MmfastError("guard= does not see the pictures of modules; leave it out")
         specs = check(parse(self.reduce), self.model, self.cache, self.encoder)
         return PromptModules(self.reuse, self._read, specs, self.encoder)
 
@@ -550,13 +557,6 @@ class VisualQA:
         return output
 
 
-def _encoded(media: Any) -> Any:
-    """Media that can be looked at and then read: a file that cannot seek becomes its bytes."""
-    if hasattr(media, "read") and not seekable(media):
-        return open_source(media, DEFAULT_LIMITS).data
-    return media
-
-
 @task("image-qa", aliases=("image-text-to-text",))
 class ImageQA(VisualQA):
     """Answer questions about images: path, bytes, file object, PIL image or array.
@@ -570,7 +570,7 @@ class ImageQA(VisualQA):
         images = media if isinstance(media, tuple) else (media,)
         if not images:
             raise MmfastError("no image to ask about; give an image or a tuple of images")
-        return [Shot("image", self._picture(_encoded(image)), None) for image in images]
+        return [Shot("image", self._picture(rereadable(image)), None) for image in images]
 
     def _picture(self, media: Any) -> Any:
         if kind_of(media) == "image":
@@ -590,7 +590,7 @@ class VideoQA(VisualQA):
         check_media(self.model, "video")
 
     def _read(self, media: Any) -> list[Shot]:
-        media = _encoded(media)
+        media = rereadable(media)
         if kind_of(media) == "image":
             raise MediaError("this is a still picture, not a video: give a video, or take image-qa")
         sampling: dict[str, Any] = {"fps": self.fps} if self.fps else {"frames": self.frames}

@@ -18,6 +18,10 @@ _Compare = Annotated[
     typer.Option(metavar="[SPEC]", help="Time SPEC, or --reduce and --cache, and all tokens."),
 ]
 _Check = Annotated[bool, typer.Option("--check", help="Say which words are probably made up.")]
+_Guard = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Refuse harmful pictures: JSON of an ImageGuard, or a CLIP."),
+]
 _Overlay = Annotated[
     Path | None,
     typer.Option(help="Picture of the kept, merged and dropped patches: .png, .jpg, .webp."),
@@ -47,18 +51,17 @@ def ask(
     quality: shared.Quality = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 128,
     check: _Check = False,
+    guard: _Guard = None,
     compare: _Compare = None,
     save_overlay: _Overlay = None,
     as_json: shared.Json = False,
 ) -> None:
     """Answer one question about a video or an image, and say what it cost."""
-    from mmfast.core.spec import check_names
     from mmfast.models.quiet import quiet
 
     _check_files(media, save_overlay)
     reduce, cache = _compared(compare, reduce, cache, check)
-    check_names([reduce], [cache], [prefill])
-    _check_every(reduce)
+    _check_values(reduce, cache, prefill, guard)
     quiet()
     from mmfast.models.prompt import ScopeWarning, check_question
     from mmfast.pipelines import pipeline
@@ -72,7 +75,7 @@ def ask(
     given = {"reduce": reduce, "cache": cache, "prefill": prefill, "attn": attn, "weights": weights}
     how = {"decode": decode, "check": check, "max_memory": max_memory, **_kept(reuse, reuse_folder)}
     how |= {"target_ttft_ms": target_ttft_ms, "target_tokens": target_tokens, "quality": quality}
-    pipe = pipeline(task, model, device=device, dtype=dtype, **options, **given, **how)
+    pipe = pipeline(task, model, device=device, dtype=dtype, guard=guard, **options, **given, **how)
     pipe.tick = shared.silent if as_json else pipe.tick
     with warnings.catch_warnings(action="ignore", category=ScopeWarning):  # noted in the answer
         answer = pipe(media, question)
@@ -132,15 +135,20 @@ def _compared(
     return spec or reduce, cache
 
 
-def _check_every(reduce: str | None) -> None:
-    """Refuse a self-check that skips the only answer."""
-    from mmfast.core.spec import is_auto, self_check
+def _check_values(
+    reduce: str | None, cache: str | None, prefill: str | None, guard: str | None
+) -> None:
+    """Refuse wrong specs, a self-check that skips the only answer, and a guard that is none."""
+    from mmfast.core.spec import check_names, is_auto, self_check
+    from mmfast.models.image_guard import read_guard
 
+    check_names([reduce], [cache], [prefill])
     check = self_check(str(reduce)) if is_auto(reduce) else None
     if check is not None and check.every > 1:
         raise MmfastError(
             f"--reduce {reduce!r} checks one answer of {check.every}; leave out every=, here is one"
         )
+    read_guard(guard)
 
 
 def batch(

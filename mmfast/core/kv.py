@@ -150,6 +150,8 @@ class LayerStep:
         scale: Factor of the logits.
         depth: Number of the layer among the `depths` that the policy acts on.
         stays: `[n]` bool, entries that are read anyway; None where there are none.
+        visual: `[n]` bool, tokens of pictures, clips and sounds, of one row; None where they are
+            not known; for methods that need `kind`.
         sentence: `[1 or H, n]`, number of the sentence, frame or picture of each entry, of one row,
             ascending, -1 where it is not known; for methods that need it.
         same: The layer holds entries of the same tokens as the one of `depth - 1`.
@@ -165,6 +167,7 @@ class LayerStep:
     depth: int
     depths: int
     stays: Tensor | None = None
+    visual: Tensor | None = None
     sentence: Tensor | None = None
     same: bool = False
     memory: dict[str, Any] = field(default_factory=dict)

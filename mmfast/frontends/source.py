@@ -300,6 +300,13 @@ def seekable(file: Any) -> bool:
     return bool(file.seekable()) if hasattr(file, "seekable") else False
 
 
+def rereadable(media: Any) -> Any:
+    """Return media that can be looked at, then read: a file that cannot seek becomes its bytes."""
+    if hasattr(media, "read") and not seekable(media):
+        return open_source(media, DEFAULT_LIMITS).data
+    return media
+
+
 def sniff(name: str, head: bytes) -> str:
     """Detect the kind of an image or a video from its first bytes; MediaError for anything else."""
     kind = magic_kind(head)

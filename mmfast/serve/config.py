@@ -74,6 +74,8 @@ class ServerConfig:
         decode: Spec string of draft and verify for requests that name none: `self:0.1`, `recycle`,
             `lookup`, or `draft:DIR` or `exit:FILE`, which requests may name, too. In one process,
             or in whole copies on `ray`.
+        guard: What refuses harmful pictures: JSON file of an `ImageGuard`, or a CLIP's directory
+            or hub id.
         name: Name of the model in `/v1/models`; None takes its own name.
         strict: Refuse unknown parameters and those without effect, instead of naming them in the
             header `x-mmfast-ignored`.
@@ -171,6 +173,7 @@ class ServerConfig:
     attn: str | None = None
     prefill: str | None = None
     decode: str | None = None
+    guard: str | None = None
     name: str | None = None
     strict: bool = False
     strict_model: bool = False

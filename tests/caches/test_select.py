@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmfast.caches.plan import call_plan, plan_cache
+from mmfast.caches.selection import dstp as swaps_of
 from mmfast.caches.selection import slimfer as blocks_of
 from mmfast.core.errors import SpecError
 from mmfast.core.kv import LayerStep, StepChoice
@@ -255,6 +256,49 @@ def test_sentencekv_is_its_oracle(budget: float | int, by_head: bool) -> None:
     assert least < 25
 
 
+@pytest.mark.parametrize("budget", [0.3, 5])
+@pytest.mark.parametrize(("similar", "hold"), [(0.6, 3), (0.8, 1)])
+def test_dstp_is_its_oracle(budget: float | int, similar: float, hold: int) -> None:
+    """Queries drift, and jump; tokens come one by one, and some are taken back."""
+    choose = selector(f"dstp:{budget}?similar={similar}&hold={hold}").choose
+    memory, n, start, sizes = dict[str, Any](), 31, 31, []
+    _, keys = make(90)
+    visual = torch.zeros(90, dtype=torch.bool)
+    visual[4:12] = visual[14:22] = True
+    places, queries = set(visual.nonzero()[:, 0].tolist()), {start: make(1, seed=1)[0]}
+    for i in range(start + 1, 91):
+        drift = 0.95 * queries[i - 1] + 0.3 * make(1, seed=i)[0]
+        queries[i] = make(1, seed=i)[0] if i % 5 == 0 else drift
+    for turn in range(30):
+        stays = torch.zeros(n, dtype=torch.bool)
+        stays[5] = turn % 2 == 0
+        found = choose(
+            step(queries[n], keys[:, :, :n], memory=memory, stays=stays, visual=visual[:n])
+        )
+        asked = [arrays(queries[m], keys)[0] for m in range(start, n + 1)]
+        mine, forced = keys[0, :, :n].double().numpy(), {5} if turn % 2 == 0 else set()
+        want = oracles.dstp(asked, mine, places, SCALE, budget, similar, hold, forced)
+        assert read(found, n) == want, turn
+        sizes.append(sum(map(len, want)) - 2 * n)
+        n += 1
+        if turn in (9, 20):
+            n -= 3
+            assert all(state.trim(n - 1) for state in memory.values())
+    assert len(set(sizes)) > 2  # more is read for a while, and again less
+    anew = choose(step(queries[60], keys[:, :, :70], memory=memory, visual=visual[:70]))
+    mine = keys[0, :, :70].double().numpy()
+    want = oracles.dstp([arrays(queries[60], keys)[0]], mine, places, SCALE, budget)
+    assert read(anew, 70) == want  # a prompt has come between
+
+
+def test_dstp_reads_everything_where_nothing_is_visual() -> None:
+    query, keys = make(20)
+    assert selector("dstp:0.3").choose(step(query, keys)).pages is None
+    few = torch.zeros(20, dtype=torch.bool)
+    few[3:6] = True
+    assert selector("dstp:3").choose(step(query, keys, visual=few)).pages is None
+
+
 def test_flat_attention_reads_more_than_sharp() -> None:
     query, keys = make(200)
     method = selector("twilight:0.8?base=0.9&page=4")
@@ -370,18 +414,19 @@ FAULTS = {
     "key_bounds": lambda part: pages_bounds(part * 2),
     "marked_places": lambda marks: pages_marked(marks.roll(1, -1)),
     "means": lambda unit, blocks: units_mean(unit, blocks.roll(1, -2)),
+    "_within": lambda step, places, mask: swaps_within(step, places.roll(1), mask),
     "heaviest": lambda mass, share: pages_heaviest(mass, min(1.0, share + 0.2)),
 }
 pages_bound, pages_codes, pages_heaviest = pages.bound_scores, pages.level_codes, pages.heaviest
 pages_marked = pages.marked_places
-units_mean = blocks_of.means
+units_mean, swaps_within = blocks_of.means, swaps_of._within
 pages_mean, pages_logits, pages_bounds = pages.mean_scores, pages.level_logits, pages.key_bounds
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     homes = {"bound_scores": "quest", "mean_scores": "kinetics", "pages_paid": "kinetics"}
-    homes |= {"marked_places": "sentencekv", "means": "slimfer"}
+    homes |= {"marked_places": "sentencekv", "means": "slimfer", "_within": "dstp"}
     homes |= {"level_logits": "specache", "key_bounds": "specache"}
     home = homes.get(name, "twilight")
     monkeypatch.setattr(f"mmfast.caches.selection.{home}.{name}", FAULTS[name])
@@ -392,6 +437,8 @@ def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -
             test_kinetics_is_its_oracle(333, 0.5, 4)
         if home == "specache":
             test_specache_is_its_oracle(65, 2, 4)
+        if home == "dstp":
+            test_dstp_is_its_oracle(0.3, 0.6, 3)
         if home == "slimfer":
             test_slimfer_is_its_oracle(100, 0.2, 4)
         if home == "sentencekv":
@@ -417,6 +464,8 @@ def test_planted_faults_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -
         ("tidaldecode:0.1?again=1.5", "again=1.5"),
         ("twilight:64", "a share of the attention"),
         ("twilight:0.8?base=2.0", "base=2.0"),
+        ("dstp:0.3?similar=1.5", "similar=1.5, hold=8; choose a cosine"),
+        ("dstp:0.3?hold=0", "at least 1 step"),
         ("quest:0.1+tokenselect:0.1", "both of role 'select'"),
         ("rekv:4+quest:0.1", "chooses what is read, too"),
         ("quest:0.1+quant:8", "unpacks all entries"),
@@ -453,6 +502,7 @@ def test_every_method_of_the_role_is_named_here() -> None:
         "specache",
         "sentencekv",
         "slimfer",
+        "dstp",
     }
     assert get("quest", "cache").example == "quest:0.1"
     assert get("twilight", "cache").example == "twilight:0.85"

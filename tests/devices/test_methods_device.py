@@ -43,6 +43,7 @@ CACHES = {
     "compactor": "compactor:0.4?chunk=7&sink=3",
     "criticalkv": "criticalkv:0.5?window=3",
     "curdkv": "curdkv:0.4",
+    "dstp": "dstp:0.3?similar=0.9&hold=2",
     "duo_attention": "duo_attention?retrieval=0.5&sink=2&recent=5",
     "expected_attention": "expected_attention:0.4?future=20",
     "fastkv": "fastkv:0.4?window=3&kernel=3",

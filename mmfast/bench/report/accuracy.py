@@ -197,7 +197,8 @@ def _policy_note(rows: Rows) -> str:
         "from the pass that reads the prompt, before anything leaves the cache; the tokens behind "
         "it, such as a second digit, read what is left. Policies that choose at every step read "
         "that share of all (`kinetics`, `quest`, `sentencekv`, `slimfer`, `specache`, "
-        "`tidaldecode`, `tokenselect`); that of `twilight` is of the attention."
+        "`tidaldecode`, `tokenselect`); that of `twilight` is of the attention, of `dstp` of the "
+        "visual tokens."
     )
 
 

@@ -23,7 +23,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.kv import LayerStep, StepChoice, StepSelector
 from mmfast.core.trace import SELECT, Row, StepRead, Trace
 from mmfast.models.kv.host_entries import fetch, send
-from mmfast.models.kv.notes import KIND, SENTENCE, fill, kinds_of
+from mmfast.models.kv.notes import KIND, SENTENCE, VISUAL, fill, kinds_of
 from mmfast.models.kv.packs import shrinkable
 from mmfast.models.kv.retrieval import WHOLE, frames_of
 from mmfast.models.kv.room import RoomyLayer
@@ -129,6 +129,7 @@ class Selection:
         self._depths = {index: depth for depth, index in enumerate(layers)}
         self._order = list(layers)
         self._by_kind = any(spec.method.needs for spec in plan.position)
+        self._parks = plan.select is not None and KIND in plan.select.method.needs
         self._known: dict[tuple[int, torch.device], Tensor] = {}
         self._local = _Steps()
 
@@ -408,6 +409,7 @@ class Selection:
             depth=self._depths[asked.index],
             depths=len(self._depths),
             stays=self._stays(asked.layer, part, keys.shape[2], query.device),
+            visual=self._visual(asked.layer, part, keys.shape[2], query.device),
             sentence=self._sentence(asked.layer, part, keys.shape[2], query.device),
             same=self._selector.host and self._selector.across and self._same(asked),
             memory=self._memory(asked.layer, part),
@@ -456,19 +458,36 @@ class Selection:
         mine = codes[:, part.start :] if where is None else codes[:, where.to(device)]
         return mine[:, :n] >> 1
 
+    def _visual(self, layer: Any, part: Part, n: int, device: torch.device) -> Tensor | None:
+        """Visual entries `[n]` of a row, for a method that parks some; None without any known."""
+        if not self._parks:
+            return None
+        found = None if layer.notes is None else _kinds(layer, part, n, device) == VISUAL
+        if found is None or not bool(found.any()):
+            self._trace.warn(
+                f"cache '{self._plan}' reads everything: this cache has no visual tokens that were "
+                "read under attach(); attach before a prompt with a picture, or leave it out"
+            )
+            return None
+        return found
+
     def _stays(self, layer: Any, part: Part, n: int, device: torch.device) -> Tensor | None:
         """Entries `[n]` that position policies always read."""
         if not self._plan.position:
             return None
         if self._by_kind and layer.notes is not None:
-            kinds = fill(layer)[KIND][part.rows.start, 0].to(device).long()
-            kinds = kinds[part.start :] if part.where is None else kinds[part.where.to(device)]
-            return self._plan.standing(kinds[:n])
+            return self._plan.standing(_kinds(layer, part, n, device))
         known = self._known.get((n, device))
         if known is None:  # the same for all layers of a step
             known = self._plan.standing(torch.zeros(n, dtype=torch.int64, device=device))
             self._known = {(n, device): known}
         return known
+
+
+def _kinds(layer: Any, part: Part, n: int, device: torch.device) -> Tensor:
+    """Kinds `[n]` of the entries of a row."""
+    kinds = fill(layer)[KIND][part.rows.start, 0].to(device).long()
+    return (kinds[part.start :] if part.where is None else kinds[part.where.to(device)])[:n]
 
 
 _OWN = ("softcap", "s_aux", "position_bias")  # what some families add to attention

@@ -19,6 +19,7 @@ from mmfast.frontends.audio.packets import sniff_sound
 from mmfast.frontends.audio.reader import load_audio
 from mmfast.frontends.image import kind_of
 from mmfast.frontends.source import IMAGE_KINDS, VIDEO_KINDS, magic_kind
+from mmfast.models.image_guard import judge_of
 from mmfast.models.prompt import Shot
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Media
@@ -75,8 +76,17 @@ async def load_media(
         logger.warning("a picture has several frames or pages: the first is read")
     if facts.get("reduced"):
         sampling = f":{pixels.shape}"
-    key = hashlib.sha256(data).hexdigest() + f":{kind}{sampling}"
-    return Media(Shot(kind, pixels, facts.get("metadata")), key)
+    shot = Shot(kind, pixels, facts.get("metadata"))
+    if config.guard is not None:
+        await asyncio.to_thread(_guarded, shot, config, param)
+    return Media(shot, hashlib.sha256(data).hexdigest() + f":{kind}{sampling}")
+
+
+def _guarded(shot: Shot, config: ServerConfig, param: str | None) -> None:
+    try:
+        judge_of(str(config.guard), config.device).look([shot], tell=logger.warning)
+    except MediaError as error:
+        raise bad_request(str(error), "refused_media", param) from None
 
 
 async def load_sound(

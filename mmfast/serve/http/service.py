@@ -21,6 +21,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from mmfast.core.errors import MmfastError
+from mmfast.models.image_guard import judge_of
 from mmfast.serve.config import ServerConfig, answers_to
 from mmfast.serve.engine.base import Executor, Finish, Health
 from mmfast.serve.guard.errors import ApiError, bad_request, busy
@@ -411,6 +412,8 @@ def generation_defaults(config: ServerConfig) -> dict[str, Any]:
 
 def _engine(config: ServerConfig) -> Executor:
     start = time.monotonic()
+    if config.guard is not None:
+        judge_of(config.guard, config.device)  # what is wrong with it shows before a picture comes
     engine = load_engine(config)
     _log.info("engine %s ready after %.1f s", config.engine, time.monotonic() - start)
     return engine

@@ -280,3 +280,48 @@ def sentencekv(
             read |= set(parts[s])
         found.append(read)
     return found
+
+
+def dstp(
+    asked: list[np.ndarray],
+    keys: np.ndarray,
+    visual: set[int],
+    scale: float,
+    budget: int | float,
+    similar: float = 0.7,
+    hold: int = 8,
+    stays: set[int] = frozenset(),  # type: ignore[assignment]
+) -> list[set[int]]:
+    """Places that the last of consecutive queries `[Hq, d]` reads; the first begins an answer."""
+    heads, n, _ = keys.shape
+    wanted, left = tokens_of(budget, len(visual)), 0
+    if wanted >= len(visual):
+        return [set(range(n))] * heads
+
+    def within(queries: np.ndarray, head: int, places: set[int]) -> dict[int, float]:
+        order = sorted(places)
+        rows = attention(group_of(queries, head, heads), keys[head, order], scale)
+        return {i: sum(row[at] for row in rows) / len(rows) for at, i in enumerate(order)}
+
+    def best(score: dict[int, float]) -> set[int]:
+        return set(sorted(score, key=lambda i: -score[i])[:wanted])
+
+    kept = [best(within(asked[0], head, visual)) for head in range(heads)]
+    began = [within(asked[0], head, kept[head]) for head in range(heads)]
+    more: list[set[int]] = [set()] * heads
+    for queries in asked[1:]:
+        if left:
+            left -= 1
+            continue
+        more = [set()] * heads
+        now = [within(queries, head, kept[head]) for head in range(heads)]
+        pair = [
+            np.array([share for mine in each for _, share in sorted(mine.items())])
+            for each in (now, began)
+        ]
+        if cosine(*pair) < similar:
+            for head in range(heads):
+                others = within(queries, head, visual - kept[head])
+                more[head] = best({**now[head], **others}) - kept[head]
+            left = hold - 1
+    return [(set(range(n)) - visual) | kept[h] | more[h] | set(stays) for h in range(heads)]
