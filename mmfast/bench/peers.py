@@ -27,7 +27,7 @@ from mmfast.bench.cases import fill_, unfilled
 from mmfast.bench.presets import get_preset
 from mmfast.bench.registry import Tick, quiet
 from mmfast.bench.results import Row, environment
-from mmfast.bench.suites.vllm_load import save
+from mmfast.bench.suites.vllm_load import ENVIRON, save
 from mmfast.bench.timing import AGAIN, PairedTimes, Sample, interleave, spread
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.spec import parse
@@ -219,10 +219,7 @@ class PeerProcess:
 
 _VARIABLES = {
     "PYTHONSAFEPATH": "1",  # the folder of the script has modules of common names
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
+    **ENVIRON,
     "VLLM_PLUGINS": "",
 }
 

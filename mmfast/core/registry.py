@@ -245,6 +245,10 @@ def register(
 
 # As `register`, for a KV policy.
 policy = partial(register, kind="cache", sites=("kv",))
+# As `register`, for a method of sparse prefill.
+prefill_method = partial(
+    register, kind="prefill", needs=("keys",), sites=("prefill",), adaptive=True
+)
 
 
 def get(name: str, kind: str = "reducer", among: Sequence[Method] = ()) -> Method:

@@ -153,8 +153,7 @@ class _Search:
 
 def _product(a: Floats, b: Floats) -> Floats:
     # By torch: it keeps to the number of threads that its user set.
-    product: Floats = (torch.from_numpy(a) @ torch.from_numpy(b)).numpy()
-    return product
+    return (torch.from_numpy(a) @ torch.from_numpy(b)).numpy()
 
 
 def _keys(gain: Floats, floor: Floats) -> Floats:
@@ -231,8 +230,7 @@ class LazyGreedy:
     def _cost(self, likeness: AnyFloats, index: Integers) -> AnyFloats:
         if self.own is None:
             return likeness.copy()
-        cost: AnyFloats = self.share * likeness - self.own[index]
-        return cost
+        return self.share * likeness - self.own[index]
 
     def _cosine(self, a: Tensor, b: Tensor) -> AnyFloats:
         cosine = (a @ b.T).numpy()

@@ -196,8 +196,7 @@ def _whole(rows: Tensor, scale: Tensor, count: int) -> Tensor:
     n = scale.shape[1]
     similarity = _product(rows, rows)[:, :n, :n]
     first = nearest_other(similarity, scale).argmin(-1)
-    picks: Tensor = max_min_select(similarity, first, count)
-    return picks
+    return max_min_select(similarity, first, count)
 
 
 def _blocks(rows: Tensor, scale: Tensor, count: int, size: int) -> Tensor:

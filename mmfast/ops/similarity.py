@@ -21,8 +21,7 @@ def unit_rows(x: Tensor) -> Tensor:
     length: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)  # [..., N, 1]
     length = length.masked_fill(length == 0, torch.inf)
     own = rows is not x and not rows.requires_grad  # a copy may be overwritten
-    unit: Tensor = rows.div_(length) if own else rows / length
-    return unit
+    return rows.div_(length) if own else rows / length
 
 
 # Products of equal rows may differ in the last bits, by their place in the matrix.

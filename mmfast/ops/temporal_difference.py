@@ -31,8 +31,7 @@ def rows_of(x: Tensor) -> Array:
     """A host tensor as numpy array with contiguous rows: BLAS sums others in another order."""
     x = x.detach()
     whole = x.shape[-1] == 1 or x.stride(-1) == 1
-    array: Array = (x if whole else x.contiguous()).numpy()
-    return array
+    return (x if whole else x.contiguous()).numpy()
 
 
 _CHUNK = 2_000_000  # numbers processed at once: they fit a processor's cache
@@ -88,8 +87,7 @@ def static_runs(static: Tensor) -> Tensor:
     if static.is_cuda:
         from mmfast.kernels import temporal_difference as kernel
 
-        runs: Tensor = kernel.static_runs(static)
-        return runs
+        return kernel.static_runs(static)
     frame = torch.arange(1, len(static) + 1, dtype=torch.int32, device=static.device)[:, None]
     changed = torch.where(static, 0, frame)
     return frame - (changed.cummax(0).values if len(static) else changed)

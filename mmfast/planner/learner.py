@@ -207,6 +207,8 @@ class Learner:
 
 _SHARE = 0.25  # of the budget it is timed at: choosing depends on it far less than the layers do
 _WORDS = 16  # text tokens of a question
+_SCORES = ("attn_first", "attn_middle", "attn_visual", "attn_window", "attn_before", "attn_peak",
+           "attn_mutual", "key_norm", "drift")  # fmt: skip
 
 
 def selection_ms(bench: Bench, stage: Spec, work: Work) -> float:
@@ -232,24 +234,21 @@ def _tokens(bench: Bench, n: int, grid: tuple[int, int, int] | None) -> Tokens:
     def scores(*size: int) -> Tensor:
         return torch.rand(*size, device=bench.device)
 
-    t, h, w = grid or (1, 1, n)
-    makers: dict[str, Callable[[], Any]] = {
-        **{name: lambda: scores(n) for name in ("attn_first", "attn_middle", "attn_visual")},
-        **{name: lambda: scores(n) for name in ("attn_window", "attn_before", "key_norm", "drift")},
-        "attn_text": lambda: scores(n, _WORDS),
-        **{name: lambda: scores(n) for name in ("attn_peak", "attn_mutual")},
-        "text_key_norm": lambda: scores(_WORDS),
-        "keys": lambda: noise(n, 64),
-        "values": lambda: noise(n, 128),
-        "text_values": lambda: noise(_WORDS, 2, 64),
-        "rope": lambda: noise(n, 2),
-        "tile": lambda: torch.arange(n, device=bench.device) * 5 // n,
-        "place": lambda: torch.cartesian_prod(*(torch.arange(k) for k in (t, h, w))).reshape(n, 3),
+    signals = {
+        **{name: scores(n) for name in _SCORES},
+        "attn_text": scores(n, _WORDS),
+        "text_key_norm": scores(_WORDS),
+        "keys": noise(n, 64),
+        "values": noise(n, 128),
+        "text_values": noise(_WORDS, 2, 64),
+        "rope": noise(n, 2),
+        "tile": torch.arange(n, device=bench.device) * 5 // n,
+        "place": torch.cartesian_prod(*map(torch.arange, grid or (1, 1, n))).reshape(n, 3),
     }
     return Tokens(
         noise(n, bench.shape.hidden),
         attn=scores(n),
         query=noise(_WORDS, bench.shape.hidden),
         grid=grid,
-        signals={name: make() for name, make in makers.items()},
+        signals=signals,
     )

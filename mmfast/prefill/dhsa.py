@@ -10,21 +10,13 @@ from torch import Tensor
 
 from mmfast.core.blocks import BlockChoice, PromptLayer
 from mmfast.core.errors import SpecError
-from mmfast.core.registry import register
+from mmfast.core.registry import prefill_method
 from mmfast.core.spec import Budget
 from mmfast.ops.block_selection import block_counts, block_means
 from mmfast.prefill.plan import BlockSettings, share_of
 
 
-@register(
-    "dhsa",
-    kind="prefill",
-    paper="2510.24606",
-    needs=("keys",),
-    sites=("prefill",),
-    adaptive=True,
-    role="read",
-)
+@prefill_method("dhsa", paper="2510.24606", role="read")
 def dhsa(
     budget: Budget,
     *,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmfast.core.blocks import BlockChoice, PromptLayer
 from mmfast.core.errors import SpecError
-from mmfast.core.registry import register
+from mmfast.core.registry import prefill_method
 from mmfast.core.spec import Budget
 from mmfast.ops.block_selection import (
     at_distances,
@@ -26,15 +26,7 @@ from mmfast.ops.block_selection import (
 from mmfast.prefill.plan import BlockSettings, share_of
 
 
-@register(
-    "flexprefill",
-    kind="prefill",
-    paper="2502.20766",
-    needs=("keys",),
-    sites=("prefill",),
-    adaptive=True,
-    role="mass",
-)
+@prefill_method("flexprefill", paper="2502.20766", role="mass")
 def flexprefill(
     budget: Budget,
     *,

@@ -8,21 +8,13 @@ import torch
 from torch import Tensor
 
 from mmfast.core.blocks import BlockChoice, PromptLayer
-from mmfast.core.registry import register
+from mmfast.core.registry import prefill_method
 from mmfast.core.spec import Budget
 from mmfast.ops.block_selection import block_counts, block_means, whole_blocks
 from mmfast.prefill.plan import BlockSettings, share_of
 
 
-@register(
-    "hip",
-    kind="prefill",
-    paper="2406.09827",
-    needs=("keys",),
-    sites=("prefill",),
-    adaptive=True,
-    role="read",
-)
+@prefill_method("hip", paper="2406.09827", role="read")
 def hip(budget: Budget, *, block: int = 128, least: int = 4096, share: bool = True) -> TreeSearch:
     """Find the strongest blocks of keys by halving the most promising spans again and again.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmfast.core.blocks import BlockChoice, PromptLayer
 from mmfast.core.errors import SpecError
-from mmfast.core.registry import register
+from mmfast.core.registry import prefill_method
 from mmfast.core.spec import Budget
 from mmfast.ops.block_selection import (
     at_distances,
@@ -25,15 +25,7 @@ from mmfast.prefill.plan import BlockSettings, share_of
 SPLITS = (0.25, 0.5, 0.75)  # of the keys read, those in columns under vertical-slash
 
 
-@register(
-    "minference",
-    kind="prefill",
-    paper="2407.02490",
-    needs=("keys",),
-    sites=("prefill",),
-    adaptive=True,
-    role="read",
-)
+@prefill_method("minference", paper="2407.02490", role="read")
 def minference(
     budget: Budget,
     *,

@@ -9,21 +9,13 @@ from torch import Tensor
 
 from mmfast.core.blocks import BlockChoice, PromptLayer
 from mmfast.core.errors import SpecError
-from mmfast.core.registry import register
+from mmfast.core.registry import prefill_method
 from mmfast.core.spec import Budget
 from mmfast.ops.block_selection import fewest, last_queries, pooled_scores, probe_rows
 from mmfast.prefill.plan import BlockSettings, share_of
 
 
-@register(
-    "pbs",
-    kind="prefill",
-    paper="2510.21270",
-    needs=("keys",),
-    sites=("prefill",),
-    adaptive=True,
-    role="mass",
-)
+@prefill_method("pbs", paper="2510.21270", role="mass")
 def pbs(
     budget: Budget,
     *,

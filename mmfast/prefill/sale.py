@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmfast.core.blocks import BlockChoice, PromptLayer
 from mmfast.core.errors import SpecError
-from mmfast.core.registry import register
+from mmfast.core.registry import prefill_method
 from mmfast.core.spec import Budget
 from mmfast.ops.block_selection import block_counts
 from mmfast.prefill.plan import BlockSettings, share_of
@@ -19,15 +19,7 @@ _KEYS = 1024  # keys of a product at a time, so that its numbers stay in the pro
 LEVELS = 7  # largest number of 4 bits with a sign, of which -8 is not used
 
 
-@register(
-    "sale",
-    kind="prefill",
-    paper="2505.24179",
-    needs=("keys",),
-    sites=("prefill",),
-    adaptive=True,
-    role="floor",
-)
+@prefill_method("sale", paper="2505.24179", role="floor")
 def sale(
     budget: Budget,
     *,

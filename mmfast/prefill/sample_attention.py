@@ -8,7 +8,7 @@ import torch
 
 from mmfast.core.blocks import BlockChoice, PromptLayer
 from mmfast.core.errors import SpecError
-from mmfast.core.registry import register
+from mmfast.core.registry import prefill_method
 from mmfast.core.spec import Budget
 from mmfast.ops.block_selection import (
     at_distances,
@@ -20,15 +20,7 @@ from mmfast.ops.block_selection import (
 from mmfast.prefill.plan import BlockSettings, share_of
 
 
-@register(
-    "sample_attention",
-    kind="prefill",
-    paper="2406.15486",
-    needs=("keys",),
-    sites=("prefill",),
-    adaptive=True,
-    role="mass",
-)
+@prefill_method("sample_attention", paper="2406.15486", role="mass")
 def sample_attention(
     budget: Budget,
     *,

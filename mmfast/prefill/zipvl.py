@@ -9,21 +9,13 @@ from torch import Tensor
 
 from mmfast.core.blocks import BlockChoice, PromptLayer
 from mmfast.core.errors import SpecError
-from mmfast.core.registry import register
+from mmfast.core.registry import prefill_method
 from mmfast.core.spec import Budget
 from mmfast.ops.block_selection import block_counts, last_queries, probe_rows, spread_queries
 from mmfast.prefill.plan import BlockSettings, share_of
 
 
-@register(
-    "zipvl",
-    kind="prefill",
-    paper="2410.08584",
-    needs=("keys",),
-    sites=("prefill",),
-    adaptive=True,
-    role="mass",
-)
+@prefill_method("zipvl", paper="2410.08584", role="mass")
 def zipvl(
     budget: Budget,
     *,

@@ -110,8 +110,7 @@ class DraftedTokens:
         if self._logits is not None:
             place = len(said) - self.fed - 1  # drafts that were chosen since the pass
             if said[self.fed + 1 :] == self._drafts[:place] and place < len(self._logits):
-                found: Tensor = self._logits[place]
-                return found
+                return self._logits[place]
         self.settle(said)
         drafts: list[int] = []
         if self.drafter is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
@@ -102,16 +102,12 @@ def _clip(frames: scene.Bytes) -> tuple[bytes, ...]:
     return (encode(frames),)
 
 
-def _pages(seed: int) -> Iterator[Medium]:
+def _pages(
+    make: Callable[[int, int, int], Any], facts: Callable[[Any], Iterable[Fact]], seed: int
+) -> Iterator[Medium]:
     for index in count():
-        page = pages.make_page(scene.EVAL, seed, index)
-        yield partial(_files, [page.picture], "PNG"), list(pages.page_facts(page))
-
-
-def _prints(seed: int) -> Iterator[Medium]:
-    for index in count():
-        page = prints.make_print(scene.EVAL, seed, index)
-        yield partial(_files, [page.picture], "PNG"), list(prints.print_facts(page))
+        page = make(scene.EVAL, seed, index)
+        yield partial(_files, [page.picture], "PNG"), list(facts(page))
 
 
 def _albums(stream: int, size: int, seed: int) -> Iterator[Medium]:
@@ -164,8 +160,10 @@ SUITES = {
         Suite("image", "tiny-video", STILL_KINDS, partial(_albums, 1, 1), "single pictures"),
         Suite("multi-image", "tiny-video", ALBUM_KINDS, partial(_albums, 2, ALBUM),
               "3 pictures a prompt"),
-        Suite("document", "tiny-document", pages.KINDS, _pages, "pages of nine tiles"),
-        Suite("table", "tiny-document", prints.KINDS, _prints, "tables in 12-point print"),
+        Suite("document", "tiny-document", pages.KINDS,
+              partial(_pages, pages.make_page, pages.page_facts), "pages of nine tiles"),
+        Suite("table", "tiny-document", prints.KINDS,
+              partial(_pages, prints.make_print, prints.print_facts), "tables in 12-point print"),
     )
 }  # fmt: skip
 

@@ -47,8 +47,7 @@ def shorten(ids: Sequence[int], token: int, count: int) -> list[int]:
 def digits(distances: Tensor, like: Tensor) -> Tensor:
     """Write distances `[3, n]` as channels `[n, 6]` of the dtype and device of `like`."""
     pairs = torch.stack([distances // BASE, distances % BASE], dim=1)  # [3, 2, n]
-    out: Tensor = pairs.flatten(0, 1).T.to(like.device, like.dtype)
-    return out
+    return pairs.flatten(0, 1).T.to(like.device, like.dtype)
 
 
 def number(channels: Tensor) -> Tensor:

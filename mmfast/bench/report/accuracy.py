@@ -85,6 +85,10 @@ def _whole(what: str, row: Row | None) -> str:
     return f"{what}: {shown}. Right answers in per cent, in brackets the 95 % interval."
 
 
+def _all_tokens(rows: Rows) -> str:
+    return _whole("All tokens", by_share(rows).get(ALL, {}).get(1.0))
+
+
 def _accuracy(source: str, every: bool = False) -> ReportTable:
 
     def lines(rows: Rows) -> list[Row]:
@@ -98,12 +102,8 @@ def _accuracy(source: str, every: bool = False) -> ReportTable:
         shares = [kept for kept in SHARES if every or kept in measured]
         return {"reducer": "`{name}`", **{f"{100 * kept:.0f} %": at(kept) for kept in shares}}
 
-    def before(rows: Rows) -> str:
-        whole = by_share(rows).get(ALL, {}).get(1.0)
-        return _whole("All tokens", whole)
-
     return ReportTable(
-        source, columns, lines=lines, before=before, after=_questions("unseen media")
+        source, columns, lines=lines, before=_all_tokens, after=_questions("unseen media")
     )
 
 
@@ -427,7 +427,7 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             "eval-video",
             {"reducer": "`{name}`", "25 % kept": at(0.25), "10 % kept": at(0.1)},
             lines=_best,
-            before=lambda rows: _whole("All tokens", by_share(rows).get(ALL, {}).get(1.0)),
+            before=_all_tokens,
             after=_questions("unseen clips"),
         ),
     ),
@@ -542,7 +542,7 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             RANKED,
             lambda rows: {"spec": "`{name}`", **{f"{100 * s:.0f} %": at(s) for s in SHARES[1:3]}},
             lines=_ranked,
-            before=lambda rows: _whole("All tokens", by_share(rows).get(ALL, {}).get(1.0)),
+            before=_all_tokens,
             after=_questions("unseen clips"),
         ),
     ),

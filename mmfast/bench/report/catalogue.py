@@ -97,14 +97,15 @@ def systems() -> list[dict[str, Any]]:
     return found
 
 
+# Lists of names in a system, and what each of them is called.
+_OFFERS = {
+    "offers": "", "caches": "cache ", "prefills": "prefill ", "compressors": "compressor ",
+    "rankers": "ranking ", "heads": "head ", "families": "adapter ",
+}  # fmt: skip
+
+
 def _offered(system: Row) -> str:
-    names = [f"`{name}`" for name in system.get("offers", ())]
-    names += [f"cache `{name}`" for name in system.get("caches", ())]
-    names += [f"prefill `{name}`" for name in system.get("prefills", ())]
-    names += [f"compressor `{name}`" for name in system.get("compressors", ())]
-    names += [f"ranking `{name}`" for name in system.get("rankers", ())]
-    names += [f"head `{name}`" for name in system.get("heads", ())]
-    names += [f"adapter `{name}`" for name in system.get("families", ())]
+    names = [f"{what}`{name}`" for key, what in _OFFERS.items() for name in system.get(key, ())]
     return "; ".join([text for text in (" ".join(names), system.get("also", "")) if text])
 
 
@@ -262,12 +263,7 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
     ),
     "systems": (
         ReportTable(_SOURCES, _SYSTEM + _FIGURE, lines=_with("works"), before=_count("works")),
-        ReportTable(
-            _SOURCES,
-            _SYSTEM + _FIGURE,
-            lines=_with("part"),
-            before=_count("part"),
-        ),
+        ReportTable(_SOURCES, _SYSTEM + _FIGURE, lines=_with("part"), before=_count("part")),
         ReportTable(
             _SOURCES,
             "system: {system} | reason: {limit} | its own figure (and where): {claim} ({on})",

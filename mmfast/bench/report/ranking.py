@@ -86,9 +86,7 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             "leaderboard",
             {
                 "method": "`{method}`",
-                "rank": lambda row: "{:g} ({:g} to {:g})".format(
-                    row["rank"], *row["rank_interval"]
-                ),
+                "rank": _rank,
                 "right": score,
                 "beats": "{beats}",
                 "beaten by": "{beaten_by}",

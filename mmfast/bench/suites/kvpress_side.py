@@ -46,6 +46,7 @@ _SNAP = {"press": "SnapKVPress", "options": {"window_size": 32, "kernel_size": 1
 _CHUNKS = {"press": "SnapKVPress", "options": {"window_size": 20, "kernel_size": 1}}
 _CUR = {"num_sinks": 4, "use_local_approximation": False}
 _LAG = {"n_sink": 4, "lag_size": 128}
+_AHEAD = {"n_future_positions": 512, "n_sink": 4}
 # Spec of ours, and the press with the options under which it is the same policy.
 PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
     f"knorm:{KEPT}": ("KnormPress", {}),
@@ -56,14 +57,8 @@ PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
     f"chunkkv:{KEPT}?window=20&chunk=20": ("ChunkKVPress", {"press": _CHUNKS, "chunk_length": 20}),
     f"criticalkv:{KEPT}?kernel=1&first=0.4839": ("CriticalKVPress", {"press": _SNAP}),
     f"curdkv:{KEPT}?sink=4&rank=0": ("CURPress", _CUR),
-    f"expected_attention:{KEPT}?sink=4&future=512": (
-        "ExpectedAttentionPress",
-        {"n_future_positions": 512, "n_sink": 4},
-    ),
-    f"capkv:{KEPT}?sink=4&future=512": (
-        "CapPress",
-        {"n_future_positions": 512, "n_sink": 4},
-    ),
+    f"expected_attention:{KEPT}?sink=4&future=512": ("ExpectedAttentionPress", _AHEAD),
+    f"capkv:{KEPT}?sink=4&future=512": ("CapPress", _AHEAD),
     # An odd number of chunks before the window, which is one of theirs, has the same medians.
     f"entropy_chunkkv:{KEPT}?window=10": (
         "EntropyGatedChunkKVPress",

@@ -325,25 +325,23 @@ def all_signals(grid: tuple[int, int, int], d: int) -> Tokens:
     """Return a synthetic video with every signal that a reducer may need; keys are 64 wide."""
     clip = textured_video(grid, d)
     generator = torch.Generator().manual_seed(1)
-    scores = ("attn_first", "attn_middle", "attn_visual", "attn_window", "attn_ahead")
+    scores = (
+        *("attn_first", "attn_middle", "attn_visual", "attn_window", "attn_ahead", "attn_before"),
+        *("attn_peak", "attn_mutual", "key_norm", "drift"),
+    )
     signals = {name: torch.rand(clip.n, generator=generator) for name in scores}
     place = torch.cartesian_prod(*map(torch.arange, grid))
     token = torch.arange(clip.n)
     signals |= {
         "keys": clip.x @ torch.randn(d, 64, generator=generator) / d**0.5,
         "attn_text": torch.rand(clip.n, _WORDS, generator=generator),
-        "attn_peak": torch.rand(clip.n, generator=generator),
-        "attn_mutual": torch.rand(clip.n, generator=generator),
         "tile": token * _TILES // clip.n,
         "image": token * _IMAGES // clip.n,
         "place": place.reshape(clip.n, 3),
         "pixels": clip.x,
-        "key_norm": torch.rand(clip.n, generator=generator),
         "text_key_norm": torch.rand(_WORDS, generator=generator),
         "values": torch.randn(clip.n, 128, generator=generator),
         "text_values": torch.randn(_WORDS, 2, 64, generator=generator),
-        "drift": torch.rand(clip.n, generator=generator),
-        "attn_before": torch.rand(clip.n, generator=generator),
         "rope": torch.randn(clip.n, 2, generator=generator),
     }
     query = torch.randn(_WORDS, d, generator=generator)

@@ -37,25 +37,7 @@ SPECS = (
 )
 
 
-ROUNDS = 3
-
-
-@benchmark("prefill", "sparse-16k")
-def sparse_16k(tick: Tick) -> list[Row]:
-    """Compare attention of a prompt of 16,384 visual tokens with all and with chosen blocks."""
-    return sparse_rows(16384, SPECS, ROUNDS, tick)
-
-
-@benchmark("prefill", "sparse-32k")
-def sparse_32k(tick: Tick) -> list[Row]:
-    """Compare the same at 32,768 tokens."""
-    return sparse_rows(32768, SPECS, ROUNDS, tick)
-
-
-@benchmark("prefill", "sparse-64k")
-def sparse_64k(tick: Tick) -> list[Row]:
-    """Compare the same at 65,536 tokens."""
-    return sparse_rows(65536, SPECS, 2, tick)
+SIZES = {16: 3, 32: 3, 64: 2}  # thousands of visual tokens, and rounds
 
 
 class Sight(NamedTuple):
@@ -174,6 +156,11 @@ def sparse_rows(
         ratios = sorted(a / b for a, b in zip(base, ms, strict=True))
         rows.append({**row, "speedup": median(ratios), "slowest": ratios[0], "fastest": ratios[-1]})
     return rows
+
+
+for _size, _rounds in SIZES.items():  # attention with all blocks, and with chosen ones
+    _rows = partial(sparse_rows, 1024 * _size, SPECS, _rounds)
+    benchmark("prefill", f"sparse-{_size}k")(_rows)
 
 
 def _dense(group: Group, clock: Callable[[], float]) -> timing.Sample:

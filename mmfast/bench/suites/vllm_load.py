@@ -33,6 +33,13 @@ MODERATE = 0.5  # share kept in the comparison of reducers
 HARDEST = ("info_rank:0.9", "prumerge_plus:0.9", "divprune:0.9", "uniform:1.0")  # little to gain
 CLIP = (16, 224, 224, 3)  # 512 tokens
 WIDTH = 512
+# Of an engine in one process on the CPU that says nothing.
+ENVIRON = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 _SPECIALS = ("image_pad", "video_pad", "vision_start", "vision_end")
 Turns = list[tuple[Row, Row]]  # stock and the job, one after the other
 
@@ -161,11 +168,8 @@ def save(folder: Path, tower: Row = TOWER, text: Row = TEXT, tied: bool = False)
 
 def _process(folder: str, name: str) -> subprocess.Popen[str]:
     environ = {key: value for key, value in os.environ.items() if key != VARIABLE} | {
+        **ENVIRON,
         "OMP_NUM_THREADS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
     }
     if name == OURS:

@@ -150,8 +150,7 @@ def _heads_first(output: Tensor, given: Tensor, width: int) -> Tensor:
     # strides tell tokens (far apart) from heads (side by side). One head is side by side with none.
     near, far = given.stride(1), given.stride(2)
     first = near < far or (near == far and output.shape[1] == 1)
-    heads: Tensor = output if first else output.transpose(1, 2)
-    return heads
+    return output if first else output.transpose(1, 2)
 
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [B, n, rotated width]

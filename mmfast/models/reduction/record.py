@@ -143,8 +143,7 @@ class Recorder:
 
 def record_of(output: Any) -> Record | None:
     """The record of an encoder output, if it was encoded while attached."""
-    record: Record | None = getattr(output, _FIELD, None)
-    return record
+    return getattr(output, _FIELD, None)
 
 
 def remember(output: Any, record: Record | None) -> None:

@@ -269,38 +269,37 @@ def run_part(
     return Chain(tuple(reductions)), part
 
 
+_DEEP = "it exists at 'llm<K>' only, with K at least 1"
+_TEXT = "the prompt, or the chunk of it under prefill_chunk_size, has"
 # What to do about a signal the model side did not supply.
 _ADVICE = {
     "grid": "the tokens are no full raster (image tiles, a chunk, or reduced before): "
     "use it alone, without prefill_chunk_size, on videos or on images of one tile",
-    "attn": "at 'pre' encode the media inside attach(); at 'llm<K>' K must be at least 1",
-    "attn_visual": "at 'pre' encode the media inside attach(); at 'llm<K>' K must be at least 1",
+    **dict.fromkeys(
+        ("attn", "attn_visual"),
+        "at 'pre' encode the media inside attach(); at 'llm<K>' K must be at least 1",
+    ),
     "attn_ahead": "it exists at 'pre' only, and under attach()",
     "attn_before": "it exists at 'llm<K>' only, behind two layers with attention, and under "
     "attach()",
-    "attn_window": "it exists at 'llm<K>' only, with K at least 1",
+    **dict.fromkeys(("attn_window", "key_norm"), _DEEP),
     **dict.fromkeys(
-        ("attn_text", "attn_peak", "attn_mutual"),
-        "it exists at 'llm<K>' with K at least 1, where the prompt, or the chunk of it under "
-        "prefill_chunk_size, has text",
+        ("attn_text", "attn_peak", "attn_mutual", "text_key_norm"),
+        f"it exists at 'llm<K>' with K at least 1, where {_TEXT} text",
     ),
-    "key_norm": "it exists at 'llm<K>' only, with K at least 1",
-    "text_key_norm": "it exists at 'llm<K>' with K at least 1, where the prompt, or the chunk of "
-    "it under prefill_chunk_size, has text",
-    "values": "it exists at 'llm<K>' only, with K at least 1, and under attach()",
-    "text_values": "it exists at 'llm<K>' with K at least 1, under attach(), where the prompt, or "
-    "the chunk of it under prefill_chunk_size, has text",
+    **dict.fromkeys(("values", "drift"), f"{_DEEP}, and under attach()"),
+    "text_values": f"it exists at 'llm<K>' with K at least 1, under attach(), where {_TEXT} text",
     "rope": "it exists at 'llm<K>' with K at least 1, under attach(), in models with rotary "
     "positions",
-    "drift": "it exists at 'llm<K>' only, with K at least 1, and under attach()",
-    "keys": "it exists at 'pre' only: encode the media inside attach()",
-    "attn_middle": "it exists at 'pre' only: encode the media inside attach()",
-    "attn_first": "it exists at 'pre' only: encode the media inside attach()",
+    **dict.fromkeys(
+        ("keys", "attn_middle", "attn_first"),
+        "it exists at 'pre' only: encode the media inside attach()",
+    ),
     "tile": "it exists at 'pre' and for images only; use a method without tiles, such as 'hiprune'",
     "place": "it exists at 'pre' only, and where the family's layout tells it",
     "pixels": "it exists at site 'pixel' only, before the vision tower",
     "image": "only a method registered with scope='prompt' sees several images at once",
-    "query": "the prompt, or the chunk of it under prefill_chunk_size, has no text",
+    "query": f"{_TEXT} no text",
 }
 
 

@@ -45,8 +45,7 @@ def eager(run: Run) -> Run:
 
 def compile_run(run: Run, **options: Any) -> Run:
     """One graph of torch.compile with these options, or an error where it would be several."""
-    replay: Run = torch.compile(run, fullgraph=True, dynamic=False, **options)
-    return replay
+    return torch.compile(run, fullgraph=True, dynamic=False, **options)
 
 
 class CudaGraphs:

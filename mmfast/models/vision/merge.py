@@ -77,8 +77,7 @@ class _MergeStage:
         self._local = threading.local()
 
     def _pass(self) -> MergePass | None:
-        found: MergePass | None = getattr(self._local, "work", None)
-        return found
+        return getattr(self._local, "work", None)
 
     def current(self) -> MergePass | None:
         """The pass of this thread, while its blocks merge."""

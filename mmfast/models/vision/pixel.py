@@ -72,8 +72,7 @@ class _PixelStage:
 
     def kept(self) -> Reduction | None:
         """The patches in the current pass, among all in the tower's order; None where all are."""
-        found: Reduction | None = getattr(self._local, "kept", None)
-        return found
+        return getattr(self._local, "kept", None)
 
     def around(
         self, call: Callable[..., Any], hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from cachetools import LRUCache
 
 from mmfast.core.spec import SelfCheck
 from mmfast.core.trace import Row
@@ -79,7 +80,7 @@ class AnswerChecks:
         self._twin, self._served = twin, served
         self._model: Any = None  # made for the first check
         self._slicer = Slicer()
-        self._budgets = OrderedDict[tuple[str | None, SelfCheck], RaisedBudget]()
+        self._budgets: LRUCache[tuple[str | None, SelfCheck], RaisedBudget] = LRUCache(BUDGETS)
         self._written = list[KeptAnswer]()  # which have not ended yet
         self._due = deque[KeptAnswer]()
         self._now: KeptAnswer | None = None
@@ -93,11 +94,7 @@ class AnswerChecks:
         if (check := answer.target.check) is None:
             return None
         key = answer.request.tenant if answer.request.options.reduce else None, check
-        found = self._budgets.setdefault(key, RaisedBudget(check))
-        self._budgets.move_to_end(key)
-        if len(self._budgets) > BUDGETS:
-            self._budgets.popitem(last=False)
-        return found
+        return self._budgets.setdefault(key, RaisedBudget(check))
 
     def keep(self, answer: ActiveRequest, plan: Plan, raised: RaisedBudget) -> None:
         """Hold what a check takes of an answer that begins, if it is one of those to be checked."""

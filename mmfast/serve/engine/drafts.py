@@ -10,12 +10,12 @@ the small model, so that it depends on nothing else.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -423,7 +423,7 @@ class BatchDrafts:
         self.prices = StepPrices()
         self.views = ViewRows(lane, chooser)
         self.models: dict[str, DraftRows] = {}
-        self._known: OrderedDict[tuple[str, int], Recycler] = OrderedDict()
+        self._known: LRUCache[tuple[str, int], Recycler] = LRUCache(_OWNERS)
 
     @property
     def nbytes(self) -> int:
@@ -454,10 +454,7 @@ class BatchDrafts:
         return self.models[plan.model] if plan.loads else self.views
 
     def _recycler(self, owner: str, width: int) -> Recycler:
-        found = self._known.setdefault((owner, width), Recycler(width))
-        self._known.move_to_end((owner, width))
-        while len(self._known) > _OWNERS:
-            self._known.popitem(last=False)
+        found: Recycler = self._known.setdefault((owner, width), Recycler(width))
         return found
 
     def release(self, row: RunningRow) -> None:

@@ -43,8 +43,7 @@ class AttentionCall:
     @property
     def scaling(self) -> float | None:
         """Factor of the scores; None is the usual one."""
-        scaling: float | None = self.options.get("scaling")
-        return scaling
+        return self.options.get("scaling")
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Attend with queries `[B, H, n, d]`, keys and values `[B, Hkv, S, d]`: `[B, n, H, d]`.

@@ -50,16 +50,21 @@ class _Exchange:
         self._receive, self._send, self._scope = receive, send, scope
         self._caller, self._config = caller, config
         self._in = self._out = self._status = 0
+        self._over = False  # the connection has ended, or its client stopped reading
 
     def _with_id(self, message: Any, headers: list[Any]) -> Any:
         own = (b"x-request-id", self._caller.id.encode())
         return {**message, "headers": [*headers, own]}
 
     async def _pass_on(self, message: Any) -> None:
-        """Send a message within the time that the client has for reading."""
+        """Send a message within the time that the client has for reading, or ConnectionError."""
         self._out += sum(len(message.get(name) or b"") for name in ("body", "text", "bytes"))
-        async with asyncio.timeout(self._config.send_seconds):
-            await self._send(message)
+        try:
+            async with asyncio.timeout(self._config.send_seconds):
+                await self._send(message)
+        except TimeoutError:
+            self._over = True
+            raise ConnectionError("the client has stopped reading") from None
 
     def _log(self, quiet: bool, method: str, status: int, ms: float) -> None:
         caller = self._caller
@@ -77,7 +82,7 @@ class HttpExchange(_Exchange):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.intake: BodyReceiver | None = None
-        self._started = self._stalled = False
+        self._started = False
 
     async def run(self, app: Any, bodies: Bodies, routed: Routed) -> None:
         """Let the application answer; answer in its place where it fails.
@@ -96,7 +101,7 @@ class HttpExchange(_Exchange):
         try:
             await app(scope, self.intake, self.send)
         except Exception as error:
-            if self._stalled:
+            if self._over:
                 self._status = _GONE
                 return
             if self.intake.refused is None and reply(error)[0] >= 500:
@@ -114,11 +119,7 @@ class HttpExchange(_Exchange):
             self._started, self._status = True, message["status"]
             headers = [h for h in message.get("headers", []) if h[0].lower() != b"x-request-id"]
             message = self._with_id(message, headers)
-        try:
-            await self._pass_on(message)
-        except TimeoutError:
-            self._stalled = True
-            raise ConnectionError("the client has stopped reading") from None
+        await self._pass_on(message)
 
     async def refuse(self, error: BaseException) -> None:
         """Answer with an error; a reply that has begun is cut instead."""
@@ -154,7 +155,7 @@ class SocketExchange(_Exchange):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._asked = self._open = self._over = False
+        self._asked = self._open = False
 
     async def run(self, app: Any, bodies: Bodies, routed: Routed) -> None:
         """Let the application talk; close in its place where it fails."""
@@ -200,11 +201,7 @@ class SocketExchange(_Exchange):
         elif kind == "websocket.close":
             self._over = True
             self._status = self._status or 403
-        try:
-            await self._pass_on(message)
-        except TimeoutError:
-            self._over = True
-            raise ConnectionError("the client has stopped reading") from None
+        await self._pass_on(message)
 
     async def refuse(self, error: BaseException) -> None:
         """Refuse the handshake with an HTTP reply, or close an open connection."""

@@ -151,9 +151,11 @@ class _EngineGauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         found = self._health() or Health(False)
-        yield _gauge("mmfast_ready", "Whether requests are taken.", float(found.ready))
-        yield _gauge("mmfast_running", "Requests that are being answered.", found.running)
-        yield _gauge("mmfast_waiting", "Requests that wait.", found.waiting)
+        yield GaugeMetricFamily("mmfast_ready", "Whether requests are taken.", found.ready)
+        yield GaugeMetricFamily(
+            "mmfast_running", "Requests that are being answered.", found.running
+        )
+        yield GaugeMetricFamily("mmfast_waiting", "Requests that wait.", found.waiting)
         used = found.gauges.get("kv_bytes", 0.0) / (found.gauges.get("kv_bytes_limit") or 1.0)
         for name, value in (
             ("num_requests_running", found.running),
@@ -170,10 +172,6 @@ class _EngineGauges(Collector):
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, text, value=value)
 
 
 def _span(model: str, finish: Finish, seconds: float) -> None:

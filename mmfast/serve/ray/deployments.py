@@ -180,10 +180,8 @@ class PrefillReplica:
         model, _ = loaded or plan.load()
         self._device = model.device
         context = plan.context or context_of(model)
-        self._stage, self._linger = (
-            PrefillStage(Prefiller(model, plan.chunk), context),
-            plan.linger,
-        )
+        self._stage = PrefillStage(Prefiller(model, plan.chunk), context)
+        self._linger = plan.linger
 
     async def __call__(self, given: StageResult | Failure, answer: int) -> StageResult | Failure:
         """Return the keys and values of a prompt; `answer` is the longest answer in tokens."""

@@ -140,8 +140,7 @@ def raw(dense: Tensor) -> memoryview:
     if not dense.numel():
         return memoryview(b"")
     # What has one entry along a side is dense, and has there the stride of a wider whole.
-    found: memoryview = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
-    return found
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def encode(tree: Any) -> list[bytes | memoryview]:

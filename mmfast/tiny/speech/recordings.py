@@ -252,8 +252,7 @@ def band(sound: NDArray[np.float64], low: float, high: float) -> NDArray[np.floa
     spectrum = np.fft.rfft(sound)
     hertz = np.fft.rfftfreq(len(sound), 1 / RATE)
     gain = 1 / (1 + (low / np.maximum(hertz, 1)) ** 8) / (1 + (hertz / high) ** 24)
-    heard: NDArray[np.float64] = np.fft.irfft(spectrum * gain, len(sound))
-    return heard
+    return np.fft.irfft(spectrum * gain, len(sound))
 
 
 def noise(count: int, tilt: float, rng: np.random.Generator) -> NDArray[np.float64]:

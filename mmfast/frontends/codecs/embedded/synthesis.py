@@ -53,8 +53,7 @@ def white(index: Tensor) -> Tensor:
     mixed = (index + 1) * 0x5851F42D4C957F2D  # wraps around on purpose
     mixed = (mixed ^ (mixed >> 29)) * 0x2545F4914F6CDD1D
     mixed = (mixed ^ (mixed >> 32)) & 0xFFFFFF
-    noise: Tensor = (mixed.double() / 0x800000 - 1.0) * math.sqrt(3.0)
-    return noise
+    return (mixed.double() / 0x800000 - 1.0) * math.sqrt(3.0)
 
 
 def _minimum_phase(shape: Tensor) -> Tensor:
@@ -68,8 +67,7 @@ def _minimum_phase(shape: Tensor) -> Tensor:
 
 def _place(hertz: Tensor, points: int) -> Tensor:
     """Places of frequencies between the points of an envelope, which are even in mel."""
-    place: Tensor = (1.0 + hertz / 700.0).log() * ((points - 1) / math.log(1 + RATE / 2 / 700.0))
-    return place
+    return (1.0 + hertz / 700.0).log() * ((points - 1) / math.log(1 + RATE / 2 / 700.0))
 
 
 @cache

@@ -316,8 +316,7 @@ class FrameCache:
             work.streams[stream].flat = scratch.reference
 
     def _work(self) -> _Work | None:
-        found: _Work | None = getattr(self._local, "work", None)
-        return found
+        return getattr(self._local, "work", None)
 
     def _block(
         self, index: int, call: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any

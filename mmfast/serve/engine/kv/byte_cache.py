@@ -38,8 +38,7 @@ class ByteCache(LRUCache[Hashable, T]):
             self.misses += 1
             return default
         self.hits += 1
-        found: T = self[key]
-        return found
+        return self[key]
 
     def put(self, key: Hashable, value: T) -> None:
         """Keep a value where it fits; an older value of the key goes in any case."""

@@ -389,8 +389,7 @@ class AnswerRows:
         """Attend with a row through its policy, `[1, n, H, d]`; if that fails, it fails alone."""
         if row not in self.failed:
             try:
-                found: Tensor = layer.held[row].attend(attention, query, *new)
-                return found
+                return layer.held[row].attend(attention, query, *new)
             except Exception as error:
                 self.failed[row] = error
         return query.new_zeros(1, query.shape[2], query.shape[1], new[1].shape[-1])
