@@ -198,7 +198,7 @@ class VisualQA:
             self.generate = merged(self._own, {})
             check_plain(check, self.decode is not None, self.generate)
         self.embedded = model is None
-        self._warned = False
+        self.warned = False  # of what is outside the scope of the embedded model
         self.reduce: str | Sequence[Spec] | None = specs
         self._spec = reduce  # as the caller wrote it
         self.cache, self.encoder = plan, encoder
@@ -234,8 +234,8 @@ class VisualQA:
             return DraftSource(model, self.decode)
 
     @abstractmethod
-    def _read(self, media: Any) -> list[Shot]:
-        """Decode what one question is about."""
+    def _read(self, media: Any, trace: Trace | None = None) -> list[Shot]:
+        """Decode what one question is about; `trace` notes what is left out."""
 
     @checked({*CALL, *TARGET, *MEDIA, "batch_size"}, GENERATE)
     def __call__(self, media: Any = None, question: Any = None, **options: Any) -> Any:
@@ -378,7 +378,7 @@ class VisualQA:
             (notes if notes is not None else []).append("")
             return {MODULES: (prompt, question)}, [0]
         with trace.stage("read"):
-            chats = [self._chat(media, question) for media, question in pairs]
+            chats = [self._chat(media, question, trace) for media, question in pairs]
             pairs[:] = [(chat, None) for chat in chats]  # nothing is read twice
         with turn_of(self.model), trace.stage("preprocess"):  # padding is a state of tokenizers
             reduced = bool(self.reduce or self.target)
@@ -392,22 +392,23 @@ class VisualQA:
         """Return a line on what is outside the scope of the embedded model, and warn once of it."""
         asked = [turn["content"] for turn in chat if turn["role"] == "user"]
         note = scope_note_of(asked) if self.embedded else ""
-        if note and not self._warned:
-            self._warned = True
+        if note and not self.warned:
+            self.warned = True
             warn(note, ScopeWarning)
         return note
 
-    def _chat(self, media: Any, question: str | None) -> list[dict[str, Any]]:
+    def _chat(self, media: Any, question: str | None, trace: Trace) -> list[dict[str, Any]]:
         """Messages of texts and decoded media, of a question or of a conversation (None)."""
         if question is not None:
-            return [{"role": "user", "content": [*self._read(media), question]}]
+            return [{"role": "user", "content": [*self._read(media, trace), question]}]
         read = []
         for message in media:
             parts: list[Any] = []
             for part in message["content"]:
                 if isinstance(part, MediaPart) and part.kind != self.kind:
                     raise MediaError(f"{self.task} takes no {part.kind}; use {part.kind}-qa")
-                parts += self._read(part.source) if isinstance(part, MediaPart) else [part]
+                seen = isinstance(part, MediaPart)
+                parts += self._read(part.source, trace) if seen else [part]
             read.append({**message, "content": parts})
         return read
 
@@ -459,6 +460,7 @@ class VisualQA:
             trace.notes.append(self.packing.note)
         encoding = Row("encode", visual, visual, encode.ms, peak_bytes())
         trace.rows[:0] = [*begun.reading.rows, encoding]
+        trace.notes[:0] = begun.reading.notes
         texts = self.processor.batch_decode(output[:, prompt:], skip_special_tokens=True)
         ttft = (first.at - begun.start) * 1e3
         told: list[tuple[Doubt, ...]] = [()] * len(texts)
@@ -565,15 +567,15 @@ class ImageQA(VisualQA):
 
     kind = "image"
 
-    def _read(self, media: Any) -> list[Shot]:
+    def _read(self, media: Any, trace: Trace | None = None) -> list[Shot]:
         images = media if isinstance(media, tuple) else (media,)
         if not images:
             raise MmfastError("no image to ask about; give an image or a tuple of images")
-        return [Shot("image", self._picture(_encoded(image)), None) for image in images]
+        return [Shot("image", self._picture(_encoded(image), trace), None) for image in images]
 
-    def _picture(self, media: Any) -> Any:
+    def _picture(self, media: Any, trace: Trace | None) -> Any:
         if kind_of(media) == "image":
-            return read_image(media)
+            return read_image(media, trace=trace)
         length = f" of {len(media)} frames" if hasattr(media, "__len__") else ""
         if is_encoded(media):
             length = f" of {read_video(media, frames=1).duration:.3g} s"
@@ -588,7 +590,7 @@ class VideoQA(VisualQA):
         super().__init__(model, **options)
         check_media(self.model, "video")
 
-    def _read(self, media: Any) -> list[Shot]:
+    def _read(self, media: Any, trace: Trace | None = None) -> list[Shot]:
         media = _encoded(media)
         if kind_of(media) == "image":
             raise MediaError("this is a still picture, not a video: give a video, or take image-qa")

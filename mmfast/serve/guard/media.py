@@ -71,12 +71,12 @@ async def load_media(
         )
     if isinstance(mended := facts.get("mended"), int) and mended > 0:
         logger.warning("a clip has %d frames without a later time: they were spread", mended)
-    if facts.get("first"):
-        logger.warning("a picture has several frames or pages: the first is read")
+    if note := facts.get("note", ""):
+        logger.warning("%s", note)
     if facts.get("reduced"):
         sampling = f":{pixels.shape}"
     key = hashlib.sha256(data).hexdigest() + f":{kind}{sampling}"
-    return Media(Shot(kind, pixels, facts.get("metadata")), key)
+    return Media(Shot(kind, pixels, facts.get("metadata")), key, note)
 
 
 async def load_sound(
