@@ -125,6 +125,7 @@ class Shown:
     tokens: int  # visual tokens left after the last stage
     of: int  # visual tokens without any reduction
     frames: tuple[tuple[Any, str], ...]  # `(picture, caption)` of every frame the model saw
+    notes: tuple[str, ...] = ()  # such as on a picture that the embedded model does not know
 
 
 def spec_of(method: str, percent: float) -> str:
@@ -161,7 +162,8 @@ def timed(
 
 def _shown(pipe: Any, media: Any, spec: str | None, answer: Any) -> Shown:
     frames = tuple(pipe.overlay(media, answer.trace, sheets=False)[0])
-    return Shown(spec, answer.text, answer.kept_tokens, answer.visual_tokens, frames)
+    counts = answer.kept_tokens, answer.visual_tokens
+    return Shown(spec, answer.text, *counts, frames, tuple(answer.noted.get("notes", ())))
 
 
 def same(first: str, second: str) -> bool:
@@ -294,7 +296,7 @@ def answer(shelf: Shelf, example: str, question: str, reduce: str) -> dict[str, 
     pipe = pipe_for(shelf, str(CLIPS / example), reduce or None)
     found = polite(pipe.__call__)(str(CLIPS / example), question)
     tokens = {"kept_tokens": found.kept_tokens, "visual_tokens": found.visual_tokens}
-    return {"answer": found.text, **tokens, "ttft_ms": round(found.ttft_ms, 3)}
+    return {"answer": found.text, **tokens, "ttft_ms": round(found.ttft_ms, 3), **found.noted}
 
 
 def _kind(path: str) -> str:
@@ -365,10 +367,12 @@ def cards(base: Shown, fast: Shown, rows: Rows, right: str | None) -> str:
     left = _card("All tokens", base, "" if first is None else f"{first['all_ms']:,.0f} ms", "")
     ms = "" if first is None else f"{first['median_ms']:,.0f} ms <small>{gain(first)}</small>"
     card = _card(fast.spec or "All tokens", fast, ms, f" <small>of {fast.of:,}</small>")
+    notes = dict.fromkeys((*base.notes, *fast.notes))
+    told = "".join(f'<p class="mm-soft">{escape(each)}</p>' for each in notes)
     return (
         f'<div class="mm-cards">{left}{card}</div>'
         f'<p class="mm-verdict {"mm-same" if agree else "mm-other"}" role="status">'
-        f"<strong>{verdict}</strong>{known}</p>{_stages(rows)}"
+        f"<strong>{verdict}</strong>{known}</p>{told}{_stages(rows)}"
     )
 
 

@@ -72,7 +72,10 @@ class Shelf:
             pair = self.once(reader, lambda: self._loaded_pair(reader))
         options = {**self.place, "reduce": reduce, "max_new_tokens": ANSWER_TOKENS}
         options |= {"frames": frames}
-        return mmfast.pipeline(f"{kind}-qa", pair, **options)
+        pipe = mmfast.pipeline(f"{kind}-qa", pair, **options)
+        pipe.embedded = self.model is None and reader is None
+        pipe.warned = True  # the page shows what is noted
+        return pipe
 
     def _pair(self) -> tuple[Any, Any]:
         if self._given is not None:

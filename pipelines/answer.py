@@ -35,6 +35,12 @@ class Answer:
     def __str__(self) -> str:
         return self.text
 
+    @property
+    def noted(self) -> dict[str, list[str]]:
+        """As of the trace, with `note` before them."""
+        notes = [*filter(None, [self.note]), *self.trace.notes]
+        return {"notes": notes} if notes else {}
+
     def to_dict(self) -> dict[str, Any]:
         """The document that `mmfast ask --json` prints."""
         document = {
@@ -48,7 +54,7 @@ class Answer:
             document["plan"] = self.plan.to_dict(self.ttft_ms)
         if self.doubts:
             document["doubts"] = [[each.text, round(each.chance, 4)] for each in self.doubts]
-        return document | ({"note": self.note} if self.note else {})
+        return document | ({"note": self.note} if self.note else {}) | self.noted
 
 
 class AnswerStream(Iterator[str]):

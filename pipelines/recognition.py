@@ -55,6 +55,7 @@ class Transcript:
             "seconds": round(self.seconds, 4),
             **({"speakers": list(self.speakers), "words": said} if said else {}),
             "trace": self.trace.to_dict()["rows"],
+            **self.trace.noted,
         }
 
 

@@ -42,6 +42,13 @@ LEFT_OUT = "left out, as the model cannot say them"
 KEYS = ("seconds", "first_audio_ms", "rtf", "tokens_per_pass")
 
 
+def said_otherwise(stats: Mapping[str, Any]) -> str:
+    """Return a line on what a listener will not understand, of the figures of a reply, or ""."""
+    told = {"spelled": "spelled, as the model does not know them", "left_out": LEFT_OUT}
+    found = ((told[key], ", ".join(dict.fromkeys(stats.get(key, ())))) for key in told)
+    return "; ".join(f"{what}: {words}" for what, words in found if words)
+
+
 @dataclass(frozen=True)
 class Spoken:
     """Speech that a pipeline made: samples `pcm` `[n]`, float32 in -1..1, at `rate`.
@@ -70,9 +77,7 @@ class Spoken:
     @property
     def note(self) -> str:
         """A line on what a listener will not understand, or ""."""
-        told = {"spelled": "spelled, as the model does not know them", "left_out": LEFT_OUT}
-        found = ((told[key], ", ".join(dict.fromkeys(self.stats.get(key, ())))) for key in told)
-        return "; ".join(f"{what}: {words}" for what, words in found if words)
+        return said_otherwise(self.stats)
 
     @property
     def trace(self) -> Trace:
@@ -104,7 +109,7 @@ class Spoken:
         """The document that `mmfast say --json` and `mmfast talk --json` print."""
         first: dict[str, Any] = {"text": self.text, "heard": self.heard} if self.heard else {}
         first = {"text": self.text, **first, **{key: self.stats.get(key) for key in KEYS}}
-        return {**first, "sample_rate": self.rate, **self.stats}
+        return {**first, "sample_rate": self.rate, **self.stats, **self.trace.noted}
 
 
 def collect(

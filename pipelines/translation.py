@@ -81,6 +81,7 @@ class Translation:
             **({"speakers": list(self.speakers)} if self.speakers else {}),
             "pieces": [_piece(piece) for piece in self.pieces],
             "trace": self.trace.to_dict()["rows"],
+            **self.trace.noted,
         }
 
 

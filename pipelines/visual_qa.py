@@ -201,7 +201,8 @@ class VisualQA:
             self.check = check
             self.generate = merged(self._own, {})
             check_plain(check, self.decode is not None, self.generate)
-        self.embedded, self._warned = model is None, False
+        self.embedded = model is None
+        self.warned = False  # of what is outside the scope of the embedded model
         self.reduce: str | Sequence[Spec] | None = specs
         self._spec = reduce  # as the caller wrote it
         self.cache, self.encoder = plan, encoder
@@ -237,8 +238,8 @@ class VisualQA:
             return DraftSource(model, self.decode)
 
     @abstractmethod
-    def _read(self, media: Any) -> list[Shot]:
-        """Decode what one question is about."""
+    def _read(self, media: Any, trace: Trace | None = None) -> list[Shot]:
+        """Decode what one question is about; `trace` notes what is left out."""
 
     @checked({*CALL, *TARGET, *MEDIA, "batch_size"}, GENERATE)
     def __call__(self, media: Any = None, question: Any = None, **options: Any) -> Any:
@@ -381,7 +382,7 @@ class VisualQA:
             (notes if notes is not None else []).append("")
             return {MODULES: (prompt, question)}, [0]
         with trace.stage("read"):
-            chats = [self._chat(media, question) for media, question in pairs]
+            chats = [self._chat(media, question, trace) for media, question in pairs]
             pairs[:] = [(chat, None) for chat in chats]  # nothing is read twice
         said = [[part for turn in chat for part in turn["content"]] for chat in chats]
         shots = [[part for part in mine if isinstance(part, Shot)] for mine in said]
@@ -397,22 +398,23 @@ class VisualQA:
         """Return a line on what is outside the scope of the embedded model, and warn once of it."""
         asked = [turn["content"] for turn in chat if turn["role"] == "user"]
         note = scope_note_of(asked) if self.embedded else ""
-        if note and not self._warned:
-            self._warned = True
+        if note and not self.warned:
+            self.warned = True
             warn(note, ScopeWarning)
         return note
 
-    def _chat(self, media: Any, question: str | None) -> list[dict[str, Any]]:
+    def _chat(self, media: Any, question: str | None, trace: Trace) -> list[dict[str, Any]]:
         """Messages of texts and decoded media, of a question or of a conversation (None)."""
         if question is not None:
-            return [{"role": "user", "content": [*self._read(media), question]}]
+            return [{"role": "user", "content": [*self._read(media, trace), question]}]
         read = []
         for message in media:
             parts: list[Any] = []
             for part in message["content"]:
                 if isinstance(part, MediaPart) and part.kind != self.kind:
                     raise MediaError(f"{self.task} takes no {part.kind}; use {part.kind}-qa")
-                parts += self._read(part.source) if isinstance(part, MediaPart) else [part]
+                seen = isinstance(part, MediaPart)
+                parts += self._read(part.source, trace) if seen else [part]
             read.append({**message, "content": parts})
         return read
 
@@ -566,15 +568,16 @@ class ImageQA(VisualQA):
 
     kind = "image"
 
-    def _read(self, media: Any) -> list[Shot]:
+    def _read(self, media: Any, trace: Trace | None = None) -> list[Shot]:
         images = media if isinstance(media, tuple) else (media,)
         if not images:
             raise MmfastError("no image to ask about; give an image or a tuple of images")
-        return [Shot("image", self._picture(rereadable(image)), None) for image in images]
+        shown = [self._picture(rereadable(image), trace) for image in images]
+        return [Shot("image", each, None) for each in shown]
 
-    def _picture(self, media: Any) -> Any:
+    def _picture(self, media: Any, trace: Trace | None) -> Any:
         if kind_of(media) == "image":
-            return read_image(media)
+            return read_image(media, trace=trace)
         length = f" of {len(media)} frames" if hasattr(media, "__len__") else ""
         if is_encoded(media):
             length = f" of {read_video(media, frames=1).duration:.3g} s"
@@ -589,7 +592,7 @@ class VideoQA(VisualQA):
         super().__init__(model, **options)
         check_media(self.model, "video")
 
-    def _read(self, media: Any) -> list[Shot]:
+    def _read(self, media: Any, trace: Trace | None = None) -> list[Shot]:
         media = rereadable(media)
         if kind_of(media) == "image":
             raise MediaError("this is a still picture, not a video: give a video, or take image-qa")

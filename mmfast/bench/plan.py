@@ -27,6 +27,7 @@ from mmfast.bench.cases import (
 from mmfast.bench.presets import Preset, get_preset
 from mmfast.bench.results import Row, dtype_name, environment
 from mmfast.bench.stages import MeasuredStage, one_line_when_full
+from mmfast.core.errors import MmfastError
 from mmfast.core.spec import parse
 from mmfast.models.cost import Clock, FirstToken
 from mmfast.models.families.adapter import tower_of
@@ -68,6 +69,12 @@ def plan_shape(
     answer: int = 0,
 ) -> Plan:
     """Plan for a clip of `frames` frames on a model shape; `fresh` measures the device anew."""
+    most = model_config(get_preset(preset), ()).get_text_config().max_position_embeddings
+    if answer > most:
+        raise MmfastError(
+            f"--max-new-tokens {answer:,} are more than the {most:,} positions of {preset}; give "
+            "fewer"
+        )
     with one_line_when_full(preset, frames):
         planner, inputs = shape_planner(preset, frames, device, dtype)
     if fresh:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import getpass
 import importlib
+import math
 import os
 import re
 import signal
@@ -32,6 +33,7 @@ from mmfast.core.errors import MmfastError, refused, unknown
 
 # Saved results of the running command: their number by what and where they are, for Ctrl-C.
 KEPT: Counter[str] = Counter()
+_WIDE = ("seed", "bytes", "pixels")  # ends of options that take larger numbers than others
 BARE = "compare"  # an option that may stand without a value
 # Module and function of each command, in the order of `mmfast --help`.
 COMMANDS = {
@@ -78,10 +80,13 @@ class CommandGroup(TyperGroup):
 
 
 class FilledCommand(TyperCommand):
-    """A command that refuses empty options, such as those of variables that the shell lacks."""
+    """A command that refuses options that mean nothing: empty ones, and numbers out of reach.
+
+    Empty are those of variables that the shell lacks.
+    """
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; MmfastError for an option that is given and says nothing."""
+        """Run the command; MmfastError for an option that is given and means nothing."""
         for param in self.params:
             value, source = ctx.params.get(param.name), ctx.get_parameter_source(param.name)
             given = source is not None and source.name == "COMMANDLINE"
@@ -90,7 +95,18 @@ class FilledCommand(TyperCommand):
             empty = any(isinstance(each, str) and not each.strip() for each in values)
             if given and empty and param.name != BARE:
                 raise MmfastError(f"{param.opts[0]} is empty; give a value, or leave it out")
+            for each in values if given else ():
+                _check_reach(param.opts[0], each)
         return super().invoke(ctx)
+
+
+def _check_reach(option: str, value: Any) -> None:
+    """Refuse (MmfastError) a number of another order of magnitude than all that it can mean."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise MmfastError(f"{option} {value} is no finite number; give one, or leave it out")
+    most = 2**63 - 1 if option.endswith(_WIDE) else 10**9
+    if isinstance(value, int | float) and abs(value) > most:
+        raise MmfastError(f"{option} {value} is out of reach; give at most {most:,}")
 
 
 def load(name: str) -> Any:

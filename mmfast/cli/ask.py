@@ -85,7 +85,7 @@ def ask(
         return print_answer(answer, as_json)
     pipe.embedded = False  # its answer is noted; the other one would not spend time on that
     stock = pipeline(task, (pipe.model, pipe.processor), **options)
-    found = {"reduce": reduce, "cache": cache, "note": answer.note}
+    found = {"reduce": reduce, "cache": cache, "note": answer.note, **answer.noted}
     print_comparison({**_beside(stock, pipe, media, question), **found}, as_json)
 
 

@@ -46,12 +46,13 @@ def leaderboard(
 
     quiet()
     from mmfast.bench.leaderboard.grid import make_grid
+
+    parts: list[list[str]] = [_parts(text) for text in (methods, suites, budgets, seeds)]
+    made = make_grid(grid, parts[0], parts[1], parts[2], parts[3], n, speed)
     from mmfast.bench.leaderboard.measure import run_grid, stored_rows
     from mmfast.bench.leaderboard.page import write_board
     from mmfast.bench.leaderboard.standing import standing
 
-    parts: list[list[str]] = [_parts(text) for text in (methods, suites, budgets, seeds)]
-    made = make_grid(grid, parts[0], parts[1], parts[2], parts[3], n, speed)
     cells = out / "cells.jsonl"
     with output.progress("leaderboard", f"units of work kept in {cells}") as tick:
         rows = run_grid(made, cells, tick)

@@ -23,7 +23,8 @@ from mmfast.cli.options import (
     complete_preset,
 )
 from mmfast.cli.own_suites import eval_own_suite, kept_results
-from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.errors import MmfastError
+from mmfast.tiny.names import OWN_SUITES, SUITES, check_suite
 
 
 def bench_full(
@@ -105,20 +106,8 @@ def bench_named(
     output.print_table(rows, as_json, keys, [[row.get(key) for key in keys] for row in rows])
 
 
-_OTHERS = (
-    "scenes",
-    "stream",
-    "present",
-    "history",
-    "speech",
-    "needles",
-)  # suites with a command of their own
-
-
 def _suites(incomplete: str) -> list[str]:
-    from mmfast.tiny.suites import SUITES
-
-    return [name for name in (*SUITES, *_OTHERS) if name.startswith(incomplete)]
+    return [name for name in (*SUITES, *OWN_SUITES) if name.startswith(incomplete)]
 
 
 _Suite = Annotated[
@@ -191,14 +180,11 @@ def evaluate(
     asked: dict[str, Any] = {"weights": weights, "prefill": prefill, "attn": attn}
     for spec in cache:  # a stream reads again what its score policy has let go
         plan_cache(spec) if suite == "stream" else call_plan(spec)
-    if suite in _OTHERS:
+    if suite in OWN_SUITES:
         return eval_own_suite(suite, given)
     from mmfast.bench.results import environment, eval_rows
     from mmfast.tiny.evaluate import run_eval
-    from mmfast.tiny.suites import SUITES
 
-    if suite not in SUITES:
-        raise MmfastError(unknown("suite", suite, (*SUITES, *_OTHERS)))
     environ = environment()  # of the code that is about to run, not of the tree hours later
     specs = [_chosen(model, suite, as_json) if is_auto(spec) else spec for spec in reduce]
     with kept_results(given, **asked) as kept, output.progress("eval") as tick:
@@ -228,7 +214,8 @@ def _check_asked(
 
 
 def _check_suite(suite: str, given: dict[str, Any]) -> None:
-    """Refuse what a suite would ignore, and an unknown form of weights, method or back end."""
+    """Refuse an unknown suite, what one would ignore, and an unknown form of weights and so on."""
+    check_suite(suite, own=True)
     if suite != "needles" and (given["aware"] or given["length"] != 4096):
         raise MmfastError(f"--suite {suite} takes no --length and no --aware; leave them out")
     if suite not in ("stream", "history") and given["seconds"] != 960:
@@ -243,7 +230,7 @@ def _check_suite(suite: str, given: dict[str, Any]) -> None:
     if suite == "needles" and given["reduce"]:
         raise MmfastError("--suite needles takes no --reduce; leave it out, or give --cache")
     for name in ("weights", "prefill", "attn"):
-        if given[name] is not None and suite in _OTHERS:
+        if given[name] is not None and suite in OWN_SUITES:
             raise MmfastError(f"--suite {suite} takes no --{name}; leave it out")
     if given["weights"] or given["prefill"] or given["attn"]:  # their checks import torch
         from mmfast.models.attention import check_attn

@@ -216,15 +216,15 @@ def talk(
 
         if kind_of(clip) == "image":
             raise MmfastError(f"--clip {clip!r} is a still picture; give a video to be asked about")
-    source = read_recording(recording)
+    source, notes = read_recording(recording)
     how: dict[str, Any] = {"voice": voice, "speed": rate, "pitch": pitch}
     how |= {"mode": mode, "verify": verify}
     place: dict[str, Any] = {"device": device, "dtype": dtype}
     how |= {"listener": listener, "talker": talker}
     from mmfast.pipelines.speech import SpeechChat
 
-    pipe = video_pipe(clip, model, how, place) if clip else SpeechChat(model, **how, **place)
-    print_spoken(Talking(pipe, whole).run(source, target), as_json, target)
+    pipe = video_pipe(clip, model, how, place, notes) if clip else SpeechChat(model, **how, **place)
+    print_spoken(Talking(pipe, whole, notes).run(source, target), as_json, target)
 
 
 def transcribe(
@@ -257,18 +257,18 @@ def transcribe(
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     given |= {"speakers": speakers} if speakers != 1 else {}
     pipe = pipeline("speech-to-text", listener, device=device, dtype=dtype, **given)
-    sounds = [read_recording(path) for path in recordings]
+    read = [read_recording(path) for path in recordings]
+    sounds = [sound for sound, _ in read]
     if stream and speakers > 1:
         return print_speakers(pipe.stream(sounds[0].split(1600)))
     if stream:
         for text in pipe.stream(sounds[0].split(1600)):
             print(text, end="", flush=True)
         return print()
-    found = [each.to_dict() for each in pipe(sounds)]
-    _say_silent(recordings, found)
+    transcripts = zip(recordings, read, pipe(sounds), strict=True)
+    found = [_row(path, notes, each) for path, (_, notes), each in transcripts]
     if as_json:
-        rows = [{"file": path, **each} for path, each in zip(recordings, found, strict=True)]
-        return print_json(rows if len(rows) > 1 else rows[0])
+        return print_json(found if len(found) > 1 else found[0])
     for each in found:
         print(each["text"])
 
@@ -343,8 +343,8 @@ def translate(
     if not stream:
         return print_translated(pipe, files, text, as_json)
     if text:
-        _say_unknown(pipe.translator.unknown(text))
-    pieces = pipe.stream_text([text]) if text else pipe.stream(read_recording(files[0]))
+        _unknown(pipe.translator.unknown(text))
+    pieces = pipe.stream_text([text]) if text else pipe.stream(read_recording(files[0])[0])
     return print_speakers(pieces) if speakers > 1 else print_pieces(pieces)
 
 
@@ -371,26 +371,35 @@ def print_translated(pipe: Any, files: Sequence[str], text: str | None, as_json:
         unknown = pipe.translator.unknown(text)
         found = [{"text": pipe.translate(text), "source": text, "unknown": unknown}]
     else:
-        found = [{"file": path, **pipe(read_recording(path)).to_dict()} for path in files]
-        _say_silent(files, found)
-    if as_json:
-        return print_json(found if len(found) > 1 else found[0])
+        read = ((path, *read_recording(path)) for path in files)
+        found = [_row(path, notes, pipe(sound)) for path, sound, notes in read]
     for each in found:
-        print(each["text"])
-        _say_unknown(each["unknown"])
+        if not as_json:
+            print(each["text"])
+        if noted := _unknown(each["unknown"]):
+            each["notes"] = [*each.get("notes", ()), noted]
+    if as_json:
+        print_json(found if len(found) > 1 else found[0])
 
 
-def _say_silent(files: Sequence[str], found: Sequence[dict[str, Any]]) -> None:
+def _row(path: str, notes: Sequence[str], found: Any) -> dict[str, Any]:
+    """Return the document of a recording with all that was noted of it; say where it is silent."""
     from mmfast.cli.output import say_note
 
-    for path, each in zip(files, found, strict=True):
-        say_note("" if each["text"].strip() else f"nothing is heard in {path!r}")
+    document = {"file": path, **found.to_dict()}
+    silent = "" if document["text"].strip() else f"nothing is heard in {path!r}"
+    say_note(silent)
+    noted = [*notes, *document.pop("notes", ()), *filter(None, [silent])]
+    return document | ({"notes": noted} if noted else {})
 
 
-def _say_unknown(words: Sequence[str]) -> None:
+def _unknown(words: Sequence[str]) -> str:
+    """Say which words a translator does not know, and return that line, or ""."""
     from mmfast.cli.output import say_note
 
-    say_note(f"the translator does not know: {', '.join(words)}" if words else "")
+    told = f"the translator does not know: {', '.join(words)}" if words else ""
+    say_note(told)
+    return told
 
 
 def print_dubbed(clip: str, out: str, sentences: Sequence[Any], as_json: bool) -> None:
@@ -414,18 +423,24 @@ def check_recordings(paths: Sequence[str]) -> None:
             open_source(path, DEFAULT_LIMITS, lambda name, head: "")
 
 
-def read_recording(path: str) -> Tensor:
-    """Read a file, or standard input, as samples `[n]` at 16 kHz."""
+def read_recording(path: str) -> tuple[Tensor, list[str]]:
+    """Read a file, or standard input, as samples `[n]` at 16 kHz; and what is noted of it."""
+    from mmfast.core.trace import Trace
     from mmfast.frontends.audio.reader import load_audio
     from mmfast.voice.ear import RATE
 
-    return load_audio(sys.stdin.buffer.read() if path == "-" else path, RATE)
+    trace = Trace()
+    sound = load_audio(sys.stdin.buffer.read() if path == "-" else path, RATE, trace=trace)
+    return sound, trace.notes
 
 
 def video_pipe(
-    clip: str, model: str | None, how: dict[str, Any], place: dict[str, Any]
+    clip: str, model: str | None, how: dict[str, Any], place: dict[str, Any], notes: list[str]
 ) -> SpeechChat:
-    """Let a video model answer about a clip; the embedded speech model listens and speaks."""
+    """Let a video model answer about a clip; the embedded speech model listens and speaks.
+
+    `notes` gets what is noted of its answers.
+    """
     from mmfast.pipelines.omni_chat import written
     from mmfast.pipelines.speech import SpeechChat
     from mmfast.pipelines.visual_qa import VideoQA
@@ -434,20 +449,27 @@ def video_pipe(
     pipe = VideoQA(model, **place)
 
     def chat(turns: Sequence[Turn]) -> Iterator[str]:
-        return pipe.stream(clip, written(turns[-1].text))
+        answer = pipe.stream(clip, written(turns[-1].text))
+        yield from answer
+        noted = answer.answer.noted if answer.answer else {}
+        notes.extend(note for note in noted.get("notes", ()) if note not in notes)
 
     return SpeechChat(chat=chat, **given_options(how))
 
 
 class Talking:
-    """One run of `mmfast talk`; with `whole`, the recording is one question."""
+    """One run of `mmfast talk`; with `whole`, the recording is one question.
 
-    def __init__(self, pipe: SpeechChat, whole: bool) -> None:
+    `notes` are those of recording and clip, some of which come with the answers.
+    """
+
+    def __init__(self, pipe: SpeechChat, whole: bool, notes: list[str]) -> None:
         from mmfast.voice.ear import ManualEar, VoiceEar
 
         self.session = pipe.open(ManualEar(longest=600.0) if whole else VoiceEar())
         self.rate = pipe.chatter.sample_rate
         self.turns: dict[str, dict[str, Any]] = {}
+        self.notes = notes
 
     def run(self, pcm: Tensor, target: Any) -> dict[str, Any]:
         """Converse, write the played part of the replies, and print a summary."""
@@ -495,10 +517,15 @@ class Talking:
             turn |= event.stats
 
     def _document(self, seconds: float, stats: dict[str, Any]) -> dict[str, Any]:
-        from mmfast.pipelines.speech import KEYS
+        from mmfast.cli.output import say_note
+        from mmfast.pipelines.speech import KEYS, said_otherwise
 
         turns = list(self.turns.values())
+        for note in filter(None, map(said_otherwise, turns)):
+            say_note(note)
+            self.notes.append(note)
         text, heard = (" ".join(t[key].strip() for t in turns).strip() for key in ("text", "heard"))
         first = next((t["first_audio_ms"] for t in turns if t.get("first_audio_ms")), None)
         figures = {**stats, "seconds": round(seconds, 4), "turns": turns, "first_audio_ms": first}
+        figures |= {"notes": self.notes} if self.notes else {}
         return {"text": text, **{key: figures[key] for key in KEYS}, "heard": heard, **figures}

@@ -197,8 +197,9 @@ class WatchRun:
     def _ask(self, question: TimedQuestion) -> None:
         reply = self.session.ask(question.text, max_new_tokens=self.max_new_tokens)
         text, seconds = reply.read(), self.session.stats()["seconds"]
-        row = {"time": seconds, "question": question.text, "answer": text}
-        self.answers.append(row | {"ttft_ms": round(reply.ttft_ms, 3), "ms": round(reply.ms, 3)})
+        row: dict[str, Any] = {"time": seconds, "question": question.text, "answer": text}
+        row |= {"ttft_ms": round(reply.ttft_ms, 3), "ms": round(reply.ms, 3), **reply.trace.noted}
+        self.answers.append(row)
         self._say(seconds, f"{question.text} {text}")
 
     def _say(self, seconds: float | None, text: str) -> None:

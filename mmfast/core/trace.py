@@ -378,8 +378,13 @@ class Trace:
                 }
                 for site, item, reduction in self.reductions
             ],
-            **({"notes": list(self.notes)} if self.notes else {}),
+            **self.noted,
         }
+
+    @property
+    def noted(self) -> dict[str, list[str]]:
+        """The notes as a field `notes` of a JSON document; empty without any."""
+        return {"notes": list(self.notes)} if self.notes else {}
 
     def __str__(self) -> str:
         lines = [f"{'stage':<16}{'tokens in':>10}{'out':>8}{'ms':>10}{'peak MB':>10}"]

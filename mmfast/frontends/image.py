@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ from mmfast.frontends.source import (
     quote,
     refusing,
 )
+
+if TYPE_CHECKING:
+    from mmfast.core.trace import Trace  # which imports torch
 
 _CHANNELS = (1, 3, 4)
 _SLACK = 1e-3  # a float picture may overshoot [0, 1] by resampling noise of bf16
@@ -151,6 +154,7 @@ def _to_rgb(pixels: npt.NDArray[np.uint8]) -> Frame:
 
 
 _ANIMATED = ("GIF", "WEBP", "PNG", "AVIF")  # elsewhere several pictures are pages, not frames
+_PAGES = "{} has several pages, of which one is read; give each as an image"
 _ORIENTATION = 0x0112
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -163,19 +167,22 @@ _UPRIGHT = {
 }
 
 
-def read_image(media: object, *, limits: Limits = DEFAULT_LIMITS) -> Frame:
+def read_image(
+    media: object, *, limits: Limits = DEFAULT_LIMITS, trace: Trace | None = None
+) -> Frame:
     """Read one image as upright RGB, uint8 [H, W, 3].
 
     Takes a path, bytes, a binary file object, a PIL image, a frame of PyAV or decord, or a numpy
     array or torch tensor [H, W], [H, W, C] or [C, H, W] with 1, 3 or 4 channels, uint8 or float in
     [0, 1]. The EXIF orientation is applied, alpha is composited over white; of an animation comes
-    the first frame and of a TIFF the first page, with a warning, or the current one of an open PIL
-    image. A MediaError says that it is missing, broken, too large, or not an image.
+    the first frame and of a TIFF the first page, with a warning, which `trace` notes, or the
+    current one of an open PIL image. A MediaError says that it is missing, broken, too large, or
+    not an image.
     """
-    return picture(media, "the image", limits)
+    return picture(media, "the image", limits, trace)
 
 
-def picture(media: object, name: str, limits: Limits) -> Frame:
+def picture(media: object, name: str, limits: Limits, trace: Trace | None = None) -> Frame:
     """Implement `read_image`; `name` stands in messages for a picture without a path."""
     media = decoded(media)
     if is_array(media):
@@ -198,20 +205,17 @@ def picture(media: object, name: str, limits: Limits) -> Frame:
     with open_image(source, limits) as image, refusing(source.name):
         moves, pages = is_animated(image), _has_pages(image)
         found = to_rgb(upright(image), source.name)
+    tell = warn if trace is None else trace.warn
     if moves:
-        warn(f"{source.name} is an animation, of which one frame is read; give it as a video")
-    _tell(pages, source.name)
+        tell(f"{source.name} is an animation, of which one frame is read; give it as a video")
+    if pages:
+        tell(_PAGES.format(source.name))
     return found
 
 
 def _has_pages(image: Image.Image) -> bool:
     """Return True for a document; the second picture of a photo (MPO) is a preview or a depth."""
     return image.format == "TIFF" and bool(getattr(image, "is_animated", False))
-
-
-def _tell(pages: bool, name: str) -> None:
-    if pages:
-        warn(f"{name} has several pages, of which one is read; give each as an image")
 
 
 def kind_of(media: object, *, limits: Limits = DEFAULT_LIMITS) -> Literal["image", "video"]:
@@ -314,7 +318,8 @@ def image_clip(image: Image.Image, ask: Ask, limits: Limits, name: str) -> Clip:
         wanted = set(asked.tolist())
         found = {i: _rgb(image, name) for i in _walk(image, limits, name) if i in wanted}
         pages = _has_pages(image)
-    _tell(pages, name)
+    if pages:
+        warn(_PAGES.format(name))
     frames = np.stack([found[i] for i in asked.tolist()])  # [m, H, W, 3]
     return make_clip(frames, asked, times[:-1], end, 0.0, name, "pillow")
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmfast.core.errors import MmfastError, unknown
 from mmfast.tiny.document import pages, prints
+from mmfast.tiny.names import check_suite
 from mmfast.tiny.video import scene
 from mmfast.tiny.video.clips import encode
 from mmfast.tiny.video.questions import KINDS, WORDINGS, Fact, Wordings, facts, still_facts
@@ -75,8 +75,7 @@ def suite(n: int, seed: int, name: str = "video") -> list[SuiteCase]:
 
 def suite_of(name: str) -> Suite:
     """The suite called `name`; an unknown name is answered with the choices."""
-    if name not in SUITES:
-        raise MmfastError(unknown("suite", name, SUITES))
+    check_suite(name)
     return SUITES[name]
 
 

@@ -160,6 +160,21 @@ def test_help_is_instant_and_imports_no_command() -> None:
     assert "Answer one question about a video or an image" in shown
 
 
+def test_names_of_suites_and_grids_are_checked_before_torch_is_imported() -> None:
+    code = (
+        "import sys\nfrom mmfast.cli import main\n"
+        "for given in ('eval --suite', 'leaderboard --grid', 'leaderboard --suites'):\n"
+        "    try:\n        main([*given.split(), 'nope'])\n"
+        "    except SystemExit as end:\n        assert end.code == 2\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)\n"
+        "from mmfast.tiny import names, suites\n"
+        "assert tuple(suites.SUITES) == names.SUITES\n"
+    )
+    run = [sys.executable, "-c", code]
+    told = subprocess.run(run, check=True, cwd=ROOT, capture_output=True, text=True).stderr
+    assert told.count("'nope'") == told.count("\n") == 3
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_says_what_it_is_for(name: str) -> None:
     assert load(name).help and load(name).get_short_help_str()

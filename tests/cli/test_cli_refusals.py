@@ -10,6 +10,7 @@ import pytest
 import torch
 from cli_runs import CLIP, QUESTION, ROOT, fails, run
 
+from mmfast.cli import COMMANDS, load
 from mmfast.core.errors import MmfastError
 from mmfast.frontends.audio.wav import write_sound
 
@@ -24,6 +25,7 @@ from mmfast.frontends.audio.wav import write_sound
         ((), "give a media file, or --preset"),
         (("--preset", "tiny", "--max-new-tokens", "0"), "--max-new-tokens 0 answers nothing"),
         (("--preset", "tiny", "--frames", "1000000000"), "give at most 2048"),
+        (("--preset", "tiny", "--max-new-tokens", "99999"), "more than the 32,768 positions of"),
     ],
 )
 def test_a_plan_uses_what_it_is_given(
@@ -74,6 +76,30 @@ def test_an_option_that_would_say_nothing_is_refused(
     assert told in fails(capsys, *command)
 
 
+def number_options() -> list[tuple[str, str, type]]:
+    """Every command with every option of it that takes a number."""
+    found = [(name, option) for name in COMMANDS for option in load(name).params]
+    kinds = [getattr(option, "type_descriptor", None) for _, option in found]
+    return [
+        (name, option.opts[0], kind.annotation)
+        for (name, option), kind in zip(found, kinds, strict=True)
+        if kind is not None and kind.annotation in (int, float)
+    ]
+
+
+def test_numbers_out_of_all_reach_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    given = {"ask": (CLIP, QUESTION), "batch": (".", "-q", "?"), "watch": (CLIP,)}
+    given |= {"say": ("hello", "-o", "a.wav"), "talk": (CLIP, "-o", "a.wav"), "serve": ()}
+    given |= {"transcribe": (CLIP,), "profile": (CLIP, QUESTION), "calibrate": ("x",)}
+    given |= {"codec": (CLIP, "-o", "a.wav"), "translate": ("--text", "hello")}
+    options = number_options()
+    assert len(options) > 60 and ("plan", "--max-new-tokens", int) in options
+    for command, option, kind in options:
+        for value in ("nan", "-inf", "1e300") if kind is float else (f"{10**21}", f"-{10**21}"):
+            told = fails(capsys, command, *given.get(command, ()), f"{option}={value}")
+            assert option in told and f"{kind(value)}" in told
+
+
 @pytest.mark.parametrize("value", ["many", "1.5", ""])
 def test_a_number_that_is_none_is_named(value: str, capsys: pytest.CaptureFixture[str]) -> None:
     told = fails(capsys, "ask", CLIP, QUESTION, "--frames", value)
@@ -102,9 +128,8 @@ def test_a_suite_takes_what_it_reads(capsys: pytest.CaptureFixture[str]) -> None
     assert "scenes" in fails(capsys, "eval", "--n", "1", "--suite", "photos")
     assert "scenes" not in fails(capsys, "leaderboard", "--suites", "photos")
     assert "eval without --data does not use --csv" in fails(capsys, "eval", "--csv", "a.csv")
-    for seconds in ("nan", "inf", "3"):
-        told = fails(capsys, "eval", "--n", "1", "--suite", "stream", "--seconds", seconds)
-        assert f"a stream of {seconds} seconds" in told
+    told = fails(capsys, "eval", "--n", "1", "--suite", "stream", "--seconds", "3")
+    assert "a stream of 3.0 seconds" in told
     assert "--seed -5" in fails(capsys, "eval", "--n", "1", "--seed", "-5")
 
 
@@ -117,3 +142,9 @@ def test_a_recording_of_nothing_gets_no_empty_reply(
     assert "nothing is heard" in told and not reply.exists()
     code, _, err = run(capsys, "transcribe", str(silence))
     assert code == 0 and f"note: nothing is heard in {str(silence)!r}" in err
+    for command in ("transcribe", "translate"):
+        found = json.loads(run(capsys, command, str(silence), "--json")[1])
+        assert found["notes"] == [f"nothing is heard in {str(silence)!r}"]
+    code, printed, err = run(capsys, "translate", "--text", "the red xylophone", "--json")
+    assert json.loads(printed)["notes"] == ["the translator does not know: xylophone"]
+    assert err == "mmfast: note: the translator does not know: xylophone\n"

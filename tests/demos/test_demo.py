@@ -78,6 +78,18 @@ def test_both_ways_answer_and_the_budget_is_exact(shelf: Shelf) -> None:
     assert "Where the time went" in page and "encode" in page and "Medians of 3 rounds" in page
 
 
+def test_a_photograph_gets_the_note_of_the_command_line(shelf: Shelf, tmp_path: Path) -> None:
+    noise = np.random.default_rng(1).integers(0, 256, (96, 96, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "photo.png")
+    tab, given = ask.Answers(shelf), (ask.OWN, str(tmp_path / "photo.png"), "What is it?")
+    page, _, _ = tab.slide(*given, "divprune", 25, 8, None)
+    with pytest.warns(UserWarning, match="this image is outside") as told:
+        note = mmfast.pipeline("image-qa")(tmp_path / "photo.png", "What is it?").note
+    assert len(told) == 1 and page.count(html.escape(note)) == 1
+    page, _, _ = tab.slide(CLIP, None, QUESTION, "divprune", 25, 8, None)
+    assert "is outside" not in page
+
+
 @pytest.mark.parametrize(("speedup", "equal", "shown"), [(1.04, True, "="), (1.5, False, "1.50x")])
 def test_a_difference_within_the_noise_is_shown_as_none(
     speedup: float, equal: bool, shown: str

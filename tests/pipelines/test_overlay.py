@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_runs import CLIP, QUESTION, fails, run
+from cli_runs import CLIP, QUESTION, ROOT, fails, run
 from PIL import Image
 from pixel_checks import STACK, flat_video
 from tiny_models import ALL_FAMILIES, tiny
@@ -18,6 +18,7 @@ from tiny_models import ALL_FAMILIES, tiny
 import mmfast
 from mmfast import Trace
 from mmfast.attach import attach
+from mmfast.bench.report import kept
 from mmfast.core.errors import MmfastError
 from mmfast.core.reduction import Mix, Reduction
 from mmfast.core.trace import View, fate_of, tile_places
@@ -255,6 +256,18 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "nowhere" in fails(
         capsys, "ask", CLIP, QUESTION, "--save-overlay", bad, "--model", model
     )
+
+
+def test_the_picture_of_the_front_page_is_what_its_command_draws(tmp_path: Path) -> None:
+    kept.main(["--out", str(tmp_path / "kept.png")])
+    files = tmp_path / "kept.png", *(ROOT / name for name in kept.FILES)
+    new, old, copy = (np.asarray(Image.open(each).convert("RGB"), float) for each in files)
+    assert new.shape == old.shape and (old == copy).all()
+    assert (np.abs(new - old).max(-1) < 32).mean() > 0.97  # a patch at a threshold may differ
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    with pytest.raises(MmfastError, match=r"no README.md in 'bare'"):
+        kept.main([], bare)
 
 
 def test_pipeline_draws_every_picture_it_was_asked_about() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import mmfast
 from mmfast.caches.plan import CachePlan, call_plan
@@ -37,6 +38,21 @@ def test_one_question(pipe: Any) -> None:
     stages = [row.stage for row in answer.trace.rows]
     assert stages == ["read", "preprocess", "encode", "prefill", "generate"]
     assert sum(r.ms for r in answer.trace.rows if r.stage != "generate") <= answer.ttft_ms * 1.05
+
+
+def test_pages_that_are_left_out_are_noted(tmp_path: Path) -> None:
+    pages = [Image.new("RGB", (96, 96), colour) for colour in ("red", "blue")]
+    for name in ("one.tiff", "two.tiff"):
+        pages[0].save(tmp_path / name, save_all=True, append_images=pages[1:])
+    ask = mmfast.pipeline("image-qa", device="cpu")
+    with pytest.warns(UserWarning) as told:
+        answer = ask(tmp_path / "two.tiff", "What colour is it?")
+        (both,) = ask([(tmp_path / "one.tiff", tmp_path / "two.tiff")], "What colour is it?")
+    notes = [str(each.message) for each in told]
+    assert answer.trace.notes == notes[:1] and both.trace.notes == notes[1:] and len(notes) == 3
+    assert all("has several pages, of which one is read" in note for note in notes)
+    assert answer.to_dict()["notes"] == [*filter(None, [answer.note]), *notes[:1]]
+    assert f"\n{notes[0]}" in str(answer.trace)
 
 
 def test_every_kind_of_media_gives_the_same_answer(pipe: Any) -> None:

@@ -246,8 +246,10 @@ def test_a_recording_that_is_cut_short_is_heard_with_a_note(
     assert found.to_dict()["notes"] == found.trace.notes
     own = ("--listener", ctc_folder, "--device", "cpu", "--dtype", "float32")
     with pytest.warns(UserWarning, match="call.wav' is truncated") as told:
-        assert run("transcribe", str(path), *own)[0] == 0
-    assert len(told) == 1
+        code, printed, _ = run("transcribe", str(path), "--json", *own)
+    assert code == 0 and len(told) == 1
+    silent = [] if json.loads(printed)["text"] else [f"nothing is heard in {str(path)!r}"]
+    assert json.loads(printed)["notes"] == [str(told[0].message), *silent]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,29 @@ def test_every_turn_is_answered(run: Run, tmp_path: Path) -> None:
     assert [turn["heard"] for turn in document["turns"]] == ["hello", "and you"]
     assert document["seconds"] == 0.24
     assert read(load_audio(tmp_path / "out.wav")) == "helloand you"
+
+
+def test_a_document_has_what_is_noted(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the file, and of what a listener will not understand: also said on standard error."""
+    reply = HumModel.reply
+
+    def spelled(self: HumModel, *args: Any, **how: Any) -> Iterator[Any]:
+        for sound in reply(self, *args, **how):
+            yield replace(sound, notes={"spelled": ["Xu"]}) if sound.text else sound
+
+    monkeypatch.setattr(HumModel, "reply", spelled)
+    path = tmp_path / "in.wav"
+    said = recording(path, hum("hello"), PAUSE)
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.warns(UserWarning, match="truncated") as cut:
+        code, printed, told = run("talk", said, "-o", str(tmp_path / "out.wav"), "--json")
+    note = "spelled, as the model does not know them: Xu"
+    assert code == 0 and json.loads(printed)["notes"] == [str(cut[0].message), note]
+    assert told == f"mmfast: note: {note}\n"
+    spoken = SpeechChat(HumModel())(hum("hello"))
+    assert spoken.to_dict()["notes"] == spoken.trace.notes == [note]
 
 
 def test_a_reply_is_cut_off_where_the_next_turn_begins(run: Run, tmp_path: Path) -> None:

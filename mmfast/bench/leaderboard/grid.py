@@ -13,8 +13,7 @@ from typing import Any
 from mmfast.core.errors import MmfastError, unknown
 from mmfast.core.registry import Method, methods
 from mmfast.core.source import code_of, digest
-from mmfast.models.loading import embedded_path
-from mmfast.tiny.suites import SUITES, suite_of
+from mmfast.tiny.names import SUITES, check_suite
 
 STOCK, BASELINE = "all tokens", "downsample"  # what every method is compared with
 ANSWERS, SPEED = "answers", "speed"
@@ -25,7 +24,7 @@ GRIDS: dict[str, dict[str, Any]] = {
         "budgets": (0.5, 0.25, 0.1, 0.05),
         "n": 200,
         "kinds": ("reducer", "cache"),
-        "speed": tuple(SUITES),
+        "speed": SUITES,
     },
 }
 SEEDS = (1000, 1001, 1002)
@@ -72,6 +71,8 @@ class BoardCell:
     @property
     def key(self) -> str:
         """Digest of all that the result depends on."""
+        from mmfast.tiny.suites import suite_of  # imports torch
+
         model = checkpoint(suite_of(self.suite).model)
         entrant, code = self.entrant.name, code_of(self.entrant.method)
         known = [PROTOCOL, self.job, self.suite, model, entrant, code]
@@ -148,17 +149,12 @@ def make_grid(
     if asked < 1:
         raise MmfastError(f"--n {asked} asks nothing; give at least 1")
     for suite in suites:
-        suite_of(suite)
-    found = tuple(dict.fromkeys(suites)) or tuple(SUITES)
+        check_suite(suite)
+    found = tuple(dict.fromkeys(suites)) or SUITES
     timed = tuple(suite for suite in found if suites or suite in usual["speed"])
-    return BoardGrid(
-        _entrants(names, usual["kinds"]),
-        found,
-        _budgets(budgets) or usual["budgets"],
-        _seeds(seeds) or SEEDS,
-        asked,
-        timed if speed else (),
-    )
+    shares, drawn = _budgets(budgets) or usual["budgets"], _seeds(seeds) or SEEDS
+    entrants = _entrants(names, usual["kinds"])  # imports torch: behind all that may be wrong
+    return BoardGrid(entrants, found, shares, drawn, asked, timed if speed else ())
 
 
 def known_entrants(kinds: Sequence[str] = ("reducer", "cache")) -> dict[str, Entrant]:
@@ -211,5 +207,7 @@ def _seeds(texts: Sequence[str]) -> tuple[int, ...]:
 @cache
 def checkpoint(model: str) -> str:
     """Digest of the weights and the configuration of an embedded model."""
+    from mmfast.models.loading import embedded_path  # imports torch
+
     folder = embedded_path(model)
     return digest(tuple(sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")])))

@@ -23,10 +23,14 @@ Reason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Media:
-    """A decoded image or clip; `key` hashes its content and sampling, for reuse of results."""
+    """A decoded image or clip; `key` hashes its content and sampling, for reuse of results.
+
+    `note` says what of it was not read.
+    """
 
     shot: Shot
     key: str
+    note: str = ""
 
 
 @dataclass(frozen=True)

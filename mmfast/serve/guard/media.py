@@ -72,14 +72,14 @@ async def load_media(
         )
     if isinstance(mended := facts.get("mended"), int) and mended > 0:
         logger.warning("a clip has %d frames without a later time: they were spread", mended)
-    if facts.get("first"):
-        logger.warning("a picture has several frames or pages: the first is read")
+    if note := facts.get("note", ""):
+        logger.warning("%s", note)
     if facts.get("reduced"):
         sampling = f":{pixels.shape}"
     shot = Shot(kind, pixels, facts.get("metadata"))
     if config.guard is not None:
         await asyncio.to_thread(_guarded, shot, config, param)
-    return Media(shot, hashlib.sha256(data).hexdigest() + f":{kind}{sampling}")
+    return Media(shot, hashlib.sha256(data).hexdigest() + f":{kind}{sampling}", note)
 
 
 def _guarded(shot: Shot, config: ServerConfig, param: str | None) -> None:

@@ -230,7 +230,8 @@ def decode(job: dict[str, Any], path: str) -> tuple[Array, dict[str, Any]]:
         with warnings.catch_warnings(record=True, action="always") as told:
             pixels = read_image(path, limits=limits)
         pixels, facts = _reduced(pixels, job.get("pixels"))
-        return pixels, facts | {"first": bool(told)}
+        notes = [str(each.message).replace(repr(path), "the image") for each in told]
+        return pixels, facts | {"note": "; ".join(notes)}
     if job["kind"] == "sound":
         return read_sound(open_source(path, limits, sniff_sound), limits)
     source = open_source(path, limits)

@@ -6,6 +6,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -558,6 +559,13 @@ def test_stop_strings_and_length() -> None:
 
 def _with(request: Request, sampling: SamplingOptions) -> Request:
     return Request(f"{request.id}-{sampling.max_tokens}", request.messages, sampling)
+
+
+def test_what_was_not_read_of_a_picture_is_noted() -> None:
+    request = ask("a", replace(image(1), note="of it one page is read"), "what?")
+    with scheduler("qwen2_5_vl") as engine:
+        ((_, end),) = answers(engine, [request])
+    assert isinstance(end, Finish) and end.trace["notes"] == ["of it one page is read"]
 
 
 def test_a_target_is_planned() -> None:

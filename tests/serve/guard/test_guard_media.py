@@ -100,7 +100,8 @@ def test_a_picture_of_several_is_told_of(caplog: pytest.LogCaptureFixture) -> No
         found = run(load_media(data_url(bombs.gif(64, frames), "image/gif"), "image", CONFIG))
         assert found.shot.pixels.shape[:2] == (64, 64)
         mine = [each.getMessage() for each in caplog.records if each.name == "mmfast"]
-        assert mine == ["a picture has several frames or pages: the first is read"] * (frames > 1)
+        note = "the image is an animation, of which one frame is read; give it as a video"
+        assert mine == [note] * (frames > 1) and found.note == note * (frames > 1)
 
 
 def test_sounds_are_what_the_front_end_reads() -> None:
