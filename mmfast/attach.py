@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 PLANNER = "mmfast.planner.auto"  # a layer above, imported on first use
 _LOCK = WholeLock()
 _TURNS: weakref.WeakKeyDictionary[Any, WholeLock] = weakref.WeakKeyDictionary()
+_BASES: weakref.WeakSet[Any] = weakref.WeakSet()  # base models with something attached
 Stage = AbstractContextManager[None]
 # Of the base model while something is attached: the handle, and everything to be undone.
 _HANDLE, _UNDO = "_mmfast_handle", "_mmfast_undo"
@@ -382,19 +383,29 @@ def recorded(model: Any, trace: Trace) -> Iterator[None]:
     trace.take(other.trace, mark)
 
 
+def _shares(one: Any, other: Any) -> bool:
+    """One of two modules is the other, or is inside it."""
+    return any(each is other for each in one.modules()) or any(
+        each is one for each in other.modules()
+    )
+
+
 @contextmanager
 def _held(model: Any, base: Any, handle: Handle) -> Iterator[None]:
     """Let a model have one handle and no copies; one that was collected is detached first."""
     with _LOCK:
-        other = base.__dict__.get(_HANDLE, _nobody)()
-        if other is not None:
-            raise ModelError(
-                f"this {type(model).__name__} is attached already, with {other.what!r}; detach() "
-                "that, leave its `with`, or join both specs with '+'"
-            )
-        lost = base.__dict__.get(_UNDO)
-        if lost is not None:
-            lost.close()  # forgets its handle: before the new one is known
+        for near in [each for each in _BASES if _shares(each, base)]:
+            other = near.__dict__.get(_HANDLE, _nobody)()
+            if other is not None:
+                within = "" if near is base else "a model around or inside "
+                raise ModelError(
+                    f"{within}this {type(model).__name__} is attached already, with "
+                    f"{other.what!r}; detach() that, leave its `with`, or join both specs with '+'"
+                )
+            lost = near.__dict__.get(_UNDO)
+            if lost is not None:
+                lost.close()  # forgets its handle: before the new one is known
+        _BASES.add(base)
         base.__dict__[_HANDLE] = weakref.ref(handle)
 
     name, what = type(model).__name__, handle.what
@@ -423,3 +434,4 @@ def _held(model: Any, base: Any, handle: Handle) -> Iterator[None]:
             for each in refused:
                 module.__dict__.pop(each, None)
         base.__dict__.pop(_HANDLE, None)
+        _BASES.discard(base)

@@ -418,6 +418,10 @@ def test_calls_that_are_not_decoded_so_are_refused_in_one_line() -> None:
             with pytest.raises(MmfastError, match=words) as found:
                 generate(this, inputs, 4, **more)
             assert "\n" not in str(found.value)
+    with attach(this.model, decode=SELF):  # which cuts what its draft reads from that cache
+        with pytest.raises(ModelError, match="StaticCache cannot; leave out") as found:
+            generate(this, inputs, 4, cache_implementation="static")
+        assert "\n" not in str(found.value)
     stock = generate(this, inputs, 4)
     assert stock.sequences.shape[1] == inputs["input_ids"].shape[1] + 4
 

@@ -33,6 +33,22 @@ class VisibleWindow:
         return tuple(each[:, :, -shown:] for each in found)
 
 
+def refuse_uncroppable(cache: Any, model: Any) -> None:
+    """Refuse a cache that cannot take drafts back (ModelError)."""
+    # A static cache of transformers 5.24 gives tokens back, but not those off a tree's path.
+    if cache is not None and cache.is_croppable and not is_static(cache):
+        return
+    if any(isinstance(each, LinearAttentionLayer) for each in getattr(cache, "layers", ())):
+        raise ModelError(
+            "decode= takes drafts back, which the recurrences of "
+            f"{type(model).__name__} cannot; leave it out"
+        )
+    raise ModelError(
+        f"decode= takes drafts back, which {an(type(cache).__name__)} cannot; leave out "
+        "cache_implementation, or pass DynamicCache(config=model.config)"
+    )
+
+
 class SequenceReader:
     """One model, one cache and the tokens of a batch behind its prompt.
 
@@ -53,18 +69,7 @@ class SequenceReader:
         mask = self._kwargs.get("attention_mask")
         if isinstance(mask, Tensor) and bool(mask.all()):  # `generate` drops it from 5.23 on
             del self._kwargs["attention_mask"]
-        # A static cache of transformers 5.24 gives tokens back, but not those off a tree's path.
-        if cache is None or not cache.is_croppable or is_static(cache):
-            if any(isinstance(each, LinearAttentionLayer) for each in getattr(cache, "layers", ())):
-                raise ModelError(
-                    "decode= takes drafts back, which the recurrences of "
-                    f"{type(model).__name__} cannot; leave it out"
-                )
-            kind = type(cache).__name__
-            raise ModelError(
-                f"decode= takes drafts back, which {an(kind)} cannot; leave out "
-                "cache_implementation, or pass DynamicCache(config=model.config)"
-            )
+        refuse_uncroppable(cache, model)
         cache.activate_past_recording()
         for index, layer in enumerate(cache.layers if _SHOWS_ALL else ()):
             if getattr(layer, "is_sliding", False) and not isinstance(layer, VisibleWindow):

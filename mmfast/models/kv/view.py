@@ -24,6 +24,7 @@ from mmfast.core.registry import Method
 from mmfast.core.spec import Budget, Spec, count
 from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Trace
+from mmfast.models.decoder.reader import refuse_uncroppable
 from mmfast.models.decoder.rotary import Angles
 from mmfast.models.kv import notes
 from mmfast.models.kv.eviction import Eviction
@@ -134,6 +135,8 @@ class ViewStage(KVStage):
         """Note what a part of a prompt has stored in a layer, beside the layer."""
         layer = cache.layers[index]
         sides = self._sides.setdefault(cache, {})
+        if not sides:
+            refuse_uncroppable(cache, self._model)
         side: Any = sides.get(index)
         gone = getattr(layer, "gone", 0)
         if side is None or side.evicted != gone:  # what is left counts as text

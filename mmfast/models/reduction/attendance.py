@@ -20,9 +20,29 @@ from mmfast.models.families.tower import KINDS, kinds_of
 from mmfast.models.patching import override, stand_before
 from mmfast.models.reduction.call import apply
 from mmfast.models.reduction.record import features_given
-from mmfast.models.wrappers import base_of
+from mmfast.models.wrappers import (
+    attention_at,
+    base_of,
+    decoder_of,
+    layers_of,
+    stock_model,
+)
 
 _KEY = "mmfast attendance"
+
+
+def _parts_of(model: Any) -> dict[str, Any]:
+    """Modules that stages may stand at, by name, without wrappers that call what they wrap."""
+    text, adapter = decoder_of(model), adapter_for(model)
+    found = {"the text model": text}
+    for index, layer in enumerate(layers_of(text)):
+        found[f"decoder layer {index}"] = layer
+        found[f"attention of decoder layer {index}"] = attention_at(text, index)
+    if adapter.media:
+        tower = adapter.tower(base_of(model))
+        found["the vision tower"] = tower.module
+        found |= {f"block {n} of the vision tower": block for n, block in enumerate(tower.blocks)}
+    return {name: stock_model(part) for name, part in found.items()}
 
 
 class Attendance:
@@ -33,7 +53,7 @@ class Attendance:
     """
 
     def __init__(self, model: Any, specs: Sequence[Spec], trace: Trace) -> None:
-        self._base, self._trace = base_of(model), trace
+        self._model, self._base, self._trace = model, base_of(model), trace
         of_media = [spec for spec in specs if spec.tokens == MEDIA and not spec.whole]
         self._stages = "+".join(map(str, of_media))
         able = any(spec.method.text and spec.site == "llm" for spec in of_media)
@@ -56,6 +76,7 @@ class Attendance:
             for kind in kinds_of(self._base):
                 stack.enter_context(override(self._base, f"get_{kind}_features", self._encode))
             stack.callback(stand_before(self._base, self._enter, _KEY))
+            self._parts = _parts_of(self._model)
             yield
 
     def _count(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,6 +111,12 @@ class Attendance:
 
     def _see(self, kwargs: Mapping[str, Any]) -> None:
         self._trace.calls += 1
+        for name, part in _parts_of(self._model).items():
+            if self._parts.get(name) is not part:
+                raise ModelError(
+                    f"{name} of this {type(self._base).__name__} was replaced after attach(), which "
+                    "acts in the old one; detach first, then attach again"
+                )
         if self._base.training and features_given(kwargs):  # else it would grow with every step
             self._trace.rows.clear()
             self._trace.reductions.clear()

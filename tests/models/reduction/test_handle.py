@@ -201,3 +201,64 @@ def test_the_identity_notes_nothing() -> None:
     with attach(this.model, "random:1.0") as trace:
         logits(this.model, text_prompt(this))
     assert not trace.notes
+
+
+def test_a_part_of_an_attached_model_is_not_attached_again() -> None:
+    this, inputs = ask("qwen2_5_vl")
+    text = this.model.get_decoder()
+    with attach(this.model, "random:0.4"):
+        short = logits(this.model, inputs)
+        with pytest.raises(ModelError, match="a model around or inside this .*TextModel is att"):
+            attach(text, cache="snapkv:0.5")
+        assert torch.equal(logits(this.model, inputs), short)
+    handle = attach(text, cache="snapkv:0.5")
+    handle.trace.calls = 1  # nothing to be warned of
+    with pytest.raises(ModelError, match=r"inside this .* attached already, with 'cache snapkv:0"):
+        attach(this.model, "random:0.4")
+    handle.detach()
+    lost = attach(text, cache="snapkv:0.5")
+    lost.trace.calls = 1
+    del lost
+    with attach(this.model, "random:0.4"):  # what was collected is detached first
+        assert torch.equal(logits(this.model, inputs), short)
+
+
+@pytest.mark.parametrize("name", ["layer 2", "attention", "text model", "vision tower", "block 1"])
+def test_a_part_that_is_replaced_while_attached_is_refused(name: str) -> None:
+    """Nothing would act in the new one, or only some of it."""
+    this, other = build("qwen2_5_vl"), build("qwen2_5_vl", seed=1).model.model
+    inputs = ask("qwen2_5_vl")[1]
+    base, spec = this.model.model, "random:0.4+fastv@llm2:0.5"
+    with attach(this.model, spec):
+        logits(this.model, inputs)
+        text, tower = base.language_model, base.visual
+        if name == "layer 2":
+            text.layers[2] = other.language_model.layers[2]
+        elif name == "attention":
+            text.layers[2].self_attn = other.language_model.layers[2].self_attn
+        elif name == "text model":
+            base.language_model = other.language_model
+        elif name == "vision tower":
+            base.visual = other.visual
+        else:
+            tower.blocks[1] = other.visual.blocks[1]
+        with pytest.raises(ModelError, match=f"{name} of .* replaced after attach") as found:
+            logits(this.model, inputs)
+        assert "\n" not in str(found.value)
+    with attach(this.model, spec):
+        assert logits(this.model, inputs).shape[1] < inputs["input_ids"].shape[1]
+
+
+def test_a_part_may_be_wrapped_or_left_out_while_attached() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    this, inputs = build("qwen2_5_vl"), ask("qwen2_5_vl")[1]
+    layers = this.model.get_decoder().layers
+    with attach(this.model, "fastv@llm2:0.5"):
+        short = logits(this.model, inputs)
+        layers[2] = checkpoint_wrapper(layers[2])
+        assert torch.equal(logits(this.model, inputs), short)
+        del layers[3]
+        this.model.config.get_text_config().num_hidden_layers = 3
+        less = logits(this.model, inputs)
+        assert less.shape == short.shape and not torch.equal(less, short)
