@@ -128,6 +128,13 @@ def compiled_again(model: nn.Module) -> Iterator[None]:
         _COMPILED[model] = _pieces(model)
 
 
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether a model or a part of it is compiled, which changes would compile anew."""
+    own = [vars(module) for module in model.modules()]
+    whole = any(each.get("_compiled_call_impl") is not None for each in own)
+    return whole or any(hasattr(each.get("forward"), "_torchdynamo_orig_callable") for each in own)
+
+
 def _pieces(model: nn.Module) -> list[Any]:
     entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
     return [entry.code for code in _codes(model) for entry in entries(code)]

@@ -200,6 +200,10 @@ def test_models_that_cannot_are_refused() -> None:
     model = copy.deepcopy(text_model("llama")).to("meta")
     with pytest.raises(ModelError, match="is on meta"):
         attach(model, decode=WHOLE)
+    compiled = copy.deepcopy(text_model("llama"))
+    compiled.forward = torch.compile(compiled.forward, backend="eager")
+    with pytest.raises(ModelError, match="compiled code of LlamaForCausalLM"):
+        attach(compiled, decode=WHOLE)
     with pytest.raises(SpecError, match=r"only behind a prompt|from pass to pass"):
         attach(text_model("llama"), decode=WHOLE, cache="sink:4+window:16")
 

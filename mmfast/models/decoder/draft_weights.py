@@ -14,21 +14,27 @@ from typing import Any
 
 from torch import Tensor
 
+from mmfast.core.errors import ModelError
 from mmfast.core.sizes import format_bytes
 from mmfast.models.decoder.grouped import grouped
 from mmfast.models.decoder.reader import SequenceReader
 from mmfast.models.packing import draft_forms
-from mmfast.models.patching import override
+from mmfast.models.patching import is_compiled, override
 from mmfast.ops.weight_forms import FEW, WeightForm
 
 
 class DraftWeights:
     """The linear layers of a decoder and its head in fewer bits, beside the layers themselves.
 
-    ModelError: no such form here, or a model whose layers cannot be packed.
+    ModelError: no such form here, or a model whose layers cannot be packed, or are compiled.
     """
 
     def __init__(self, model: Any, form: str) -> None:
+        if is_compiled(model):
+            raise ModelError(
+                f"weights={form!r} of drafts change from pass to pass, which compiled code of "
+                f"{type(model).__name__} cannot; leave it out, or compile nothing"
+            )
         self.form, self.forms = form, draft_forms(model, form)
         self._here = threading.local()
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmfast.models.packing import linear_layers
-from mmfast.models.patching import override
+from mmfast.models.patching import is_compiled, override
 
 # Numbers of rows that are measured together, by the one in the middle.
 GROUPS = {3: range(2, 4), 6: range(4, 9), 12: range(9, 16)}
@@ -82,14 +82,15 @@ def few_rows(model: Any, rows: int | None = None) -> Iterator[None]:
 
 
 def _layers(model: Any) -> list[nn.Linear]:
-    """The layers of a model that is large enough, in float32 on a CPU."""
+    """The layers of a model that is large enough, in float32 on a CPU, and not compiled."""
     found = [
         each
         for each in linear_layers(model)
         if type(each) is nn.Linear and each.weight.dtype == torch.float32
     ]
     cpu = all(each.weight.device.type == "cpu" for each in found)
-    return found if cpu and sum(each.weight.numel() for each in found) >= LARGE else []
+    large = sum(each.weight.numel() for each in found) >= LARGE
+    return found if cpu and large and not is_compiled(model) else []
 
 
 def _forward(layer: nn.Linear, pays: frozenset[int], stock: Any, x: Tensor) -> Tensor:

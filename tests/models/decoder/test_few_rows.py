@@ -95,6 +95,20 @@ def test_what_is_no_gain_stays_as_it_is(
     assert not computed
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_code_stays_as_it_is(whole: bool, computed: list[int]) -> None:
+    mine, ids = model(), torch.arange(4)[None]
+    if whole:
+        mine.forward = torch.compile(mine.forward, backend="eager")
+    else:
+        mine.model.layers[0].compile(backend="eager")
+    with torch.no_grad():
+        want = mine(ids).logits
+        with few_rows(mine):
+            assert torch.equal(mine(ids).logits, want)
+    assert not computed
+
+
 def test_what_pays_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that is slow at 4 to 8 rows is left there, and nowhere else."""
     clock, costs = [0.0], {3: 1.0, 6: 3.0, 12: 1.0}
