@@ -193,7 +193,7 @@ def _gain(many: int) -> Callable[[Row], str]:
 
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
-    "right, %": lambda row: _accuracy_of(row),
+    "right, %": _accuracy_of,
     "difference": _difference,
     "tokens": _figure("kept", "{:.0f}".format),
     "KV": _figure("kv_bytes", _bytes),

@@ -182,7 +182,7 @@ DERIVED.update(
 
 
 def _peers_title(rows: Rows) -> str:
-    one = max(rows, key=lambda row: len(row))
+    one = max(rows, key=len)
     noises = [f"{100 * one[key]:.1f} %" for key in ("noise", "step_noise") if key in one]
     found = f", noise {noises[0]} of first tokens, {noises[1]} of steps" if noises else ""
     return (

@@ -289,7 +289,7 @@ def overlap(tick: Tick, count: int = SENTENCES, only: Sequence[str] | None = Non
         tick("policies", number, len(known))
         translator = models[write_policy(policy).late is not None]
         ways: dict[str, Any] = {
-            "right words": lambda mixture: RightEar(mixture),
+            "right words": RightEar,
             "ear for two": lambda _: pair,
             "ear for one": lambda _: None,
         }
