@@ -8,6 +8,7 @@ import io
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tiny_models import build, tiny
 from transformers import AutoProcessor, CLIPModel
 
 from mmfast import ImageGuard, MediaError, MmfastError, ModelError, pipeline
+from mmfast.core.trace import Trace
 from mmfast.models.image_guard import SceneJudge, judge_of, read_guard
 from mmfast.models.prompt import Shot
 from mmfast.serve.config import ServerConfig
@@ -156,7 +158,11 @@ def test_a_shared_tower_judges_as_a_second_one_would_and_runs_once(shared: Path)
     assert len(towers) == 1 and not hasattr(pipe.guard._clip, "vision_model")
 
 
-def test_beams_are_judged_once_each(shared: Path) -> None:
+def test_rows_that_beams_repeat_are_judged_once(shared: Path) -> None:
+    judge, trace = SceneJudge(ImageGuard(str(shared), SCENES, least=1.0), "cpu"), Trace()
+    rows = torch.randn(2, VISION["hidden_size"]).repeat_interleave(3, 0)
+    judge.tower_seen(SimpleNamespace(pooler_output=rows), 2, trace)
+    assert [row.tokens_in for row in trace.rows] == [2]
     _, good = harmful_of(shared)
     answer = pipe_of(shared)(good, "what?", num_beams=3)
     (row,) = [row for row in answer.trace.rows if row.stage == "guard"]

@@ -46,7 +46,7 @@ SELECT = [
     "tidaldecode:0.2?skip=0",
     "twilight:0.5?page=4&skip=0",
     "kinetics:0.3?page=4",
-    "dstp:0.3?similar=0.9&hold=2",
+    "dstp:0.2?similar=0.8&hold=2",
     "sink:2+window:8+quest:0.1?page=4&skip=1",
     "snapkv:0.5+twilight:0.6?page=4&skip=0",
     "snapkv:0.4?every=4+quest:0.2?page=4&skip=0",
