@@ -8,7 +8,7 @@ from torch import Tensor
 from mmfast.core.errors import SpecError
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import ROUNDING, Numbers, RoughScores, rows_at, snap
+from mmfast.ops.ranking import ROUNDING, Numbers, RoughScores, lengths_at, snap
 from mmfast.ops.similarity import rough_lengths
 
 _TINY = 1e-30  # a token of no length
@@ -17,10 +17,10 @@ _TINY = 1e-30  # a token of no length
 def _rough(
     tokens: Tokens, budget: int, *, sink: int = 4, rank: int = 20, seed: int = 0
 ) -> RoughScores | None:
-    values = tokens.need("values")
     if rank or sink < 0:
         return None
-    one, other = rough_lengths(tokens.x), rough_lengths(values)
+    rows = tokens.x.float(), tokens.need("values").float()
+    one, other = map(rough_lengths, rows)
     if one is None or other is None:
         return None
     (keys, off), (wide, more) = one, other
@@ -28,7 +28,7 @@ def _rough(
     score[..., : min(sink, budget)] = torch.inf
 
     def exact(places: Numbers) -> Numbers:
-        pair = (_leverage(rows_at(x, places), 0, 0) for x in (tokens.x, values))
+        pair = (torch.from_numpy(lengths_at(x, places)).square() for x in rows)
         found: Numbers = _score(*pair).numpy()
         found[places % tokens.n < min(sink, budget)] = torch.inf
         return found

@@ -9,14 +9,15 @@ from torch import Tensor
 
 from mmfast.core.registry import policy
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import Numbers, RoughScores, row_maxima, rows_at
+from mmfast.ops.ranking import Numbers, RoughScores, lengths_at, row_maxima
 from mmfast.ops.similarity import rough_lengths
 
 _STEPS, _TINY = 2.0**16, 1e-30
 
 
 def _rough(tokens: Tokens, budget: int) -> RoughScores | None:
-    found = rough_lengths(tokens.x)
+    keys = tokens.x.float()
+    found = rough_lengths(keys)
     if found is None:
         return None
     length, error = found[0].numpy(), found[1]
@@ -24,13 +25,13 @@ def _rough(tokens: Tokens, budget: int) -> RoughScores | None:
 
     def exact(places: Numbers) -> Numbers:
         near = (length >= most * (1 - 2 * error)).reshape(-1).nonzero()[0]  # the longest, too
-        lengths = _lengths(rows_at(tokens.x, near, places)).numpy()
+        lengths = lengths_at(keys, near, places)
         longest = row_maxima(lengths[: len(near)], near // n, most.size)
         found: Numbers = _score(lengths[len(near) :], longest[places // n]).round()
         return found
 
     # Rounding to steps moves a score by half of one, and both lengths are off.
-    return RoughScores(_score(length, most), 0.5 + _STEPS * 2 * error, exact)
+    return RoughScores(length * (-_STEPS / most), 0.5 + _STEPS * 2 * error, exact)
 
 
 @policy("knorm", paper="2406.11430", needs=("x",), role="score", rough=_rough)
@@ -44,14 +45,9 @@ def knorm(tokens: Tokens, budget: int) -> Tensor:
         tokens: Keys `x` `[..., H, N, d]`.
         budget: Tokens to keep in every head; a share is of all tokens.
     """
-    length = _lengths(tokens.x)
+    length = torch.linalg.vector_norm(tokens.x, dim=-1, dtype=torch.float64)
     scores: Tensor = _score(length, length.amax(-1, keepdim=True).clamp_min(_TINY)).round()
     return scores
-
-
-def _lengths(rows: Tensor) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
-    return found
 
 
 def _score(length: Any, longest: Any) -> Any:

@@ -114,7 +114,7 @@ class CachePlan:
             return None
         return int(self._knob("future", 512)), int(self._knob("sink", 0))
 
-    @property
+    @cached_property
     def mutual(self) -> tuple[int, int, int] | None:
         """Tokens of the chunks that `attn_mutual` is taken in, and first and last ones without.
 
@@ -125,7 +125,7 @@ class CachePlan:
         chunk, sink, recent = (int(self._knob(name, 0)) for name in ("chunk", "sink", "recent"))
         return chunk, sink, recent
 
-    @property
+    @cached_property
     def vision(self) -> int:
         """Last visual tokens that `attn_vision` is of; 0 where nothing reads it."""
         return int(self._knob("window", 32)) if "attn_vision" in self.needs else 0
@@ -153,7 +153,7 @@ class CachePlan:
         """The choice reads layers of the model itself: a second pass, or what enters them."""
         return bool(self.repeats) or self.gated
 
-    @property
+    @cached_property
     def composes(self) -> bool:
         """Layers share one budget, by the attention of a second reading (`kvcompose`)."""
         return "layers_attn" in self.needs
@@ -166,7 +166,7 @@ class CachePlan:
         share = self._knob("asks", None) if self.repeats else None
         return None if share is None else float(share)
 
-    @property
+    @cached_property
     def bits(self) -> tuple[int, int] | None:
         """Bits of the tokens that `reduce` keeps and of those it does not: `zipvl`, `zipcache`.
 
@@ -222,8 +222,8 @@ class CachePlan:
             raise SpecError(f"{self} keeps unlike numbers in the heads of a layer; call `marks`")
         if self.score is None:
             return keep_marked(self._mask(tokens), tokens)
-        whole, tables = tokens.n, tokens.signal("layers_attn")
-        if self.composes and tables is not None:  # layers that hold unlike numbers share a budget
+        whole, tables = tokens.n, tokens.signal("layers_attn") if self.composes else None
+        if tables is not None:  # layers that hold unlike numbers share a budget
             whole = round(float((tables >= 0).sum(-1).double().mean()))
         if not self.position:
             return evict(self.score, tokens, whole)

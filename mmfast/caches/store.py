@@ -50,11 +50,12 @@ def leave(
     dims `[H]`. A merged entry keeps the note of the one it stands for.
     """
     alike = all(_agree(r.keep) for r in reductions)  # heads that agree share their notes
-    alone = len(where) == 1
+    if len(where) == 1 and reductions[0].m:
+        k, v, kept = _row(alike, keys, values, notes, where[0], reductions[0])
+        return Left(KVBlock((k,), (v,)), kept, (0,))
     rows = []
     for b, pair in enumerate(zip(where, reductions, strict=True)):
-        mine = (keys, values, *notes.values())
-        k, v, *noted = mine if alone else (x[b : b + 1] for x in mine)
+        k, v, *noted = (x[b : b + 1] for x in (keys, values, *notes.values()))
         rows.append(_row(alike, k, v, dict(zip(notes, noted, strict=True)), *pair))
     length = max(1, *(key.shape[2] for key, _, _ in rows))
     gaps = tuple(length - key.shape[2] for key, _, _ in rows)
@@ -74,19 +75,20 @@ def leave(
 
 def _agree(keep: Tensor) -> bool:
     """All heads keep the same entries `[H, m]`."""
-    if len(keep) == 1 or keep.stride(0) == 0:
+    if keep.shape[0] == 1 or keep.stride(0) == 0:
         return True
     if not keep.is_cpu:
         return bool((keep == keep[:1]).all())
-    first, *rest = (each.tobytes() for each in keep.numpy())
-    return all(first == each for each in rest)
+    first, *rest = keep.numpy()
+    one = first.tobytes()
+    return all(one == each.tobytes() for each in rest)
 
 
 def _row(
     alike: bool,
     keys: Tensor,
     values: Tensor,
-    notes: dict[str, Tensor],
+    notes: Mapping[str, Tensor],
     where: Tensor,
     reduction: Reduction,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -48,12 +48,18 @@ class RoughScores:
         return torch.from_numpy(exact)
 
 
-def rows_at(x: Tensor, *some: Numbers) -> Tensor:
-    """Rows `[K, d]` of `x` `[..., N, d]` at places among all of them, `[K]` together."""
-    places = some[0] if len(some) == 1 else np.concatenate(some)
+def lengths_at(x: Tensor, *some: Numbers) -> Numbers:
+    """Lengths `[K]` in float64 of rows of `x` `[..., N, d]` float32, at places among all of them.
+
+    The places are `[K]` together.
+    """
+    places, table = some[0] if len(some) == 1 else np.concatenate(some), x.detach().numpy()
     if x.is_contiguous():
-        return x.view(-1, x.shape[-1]).index_select(0, torch.from_numpy(places))
-    return x[tuple(map(torch.from_numpy, np.unravel_index(places, x.shape[:-1])))]
+        rows = table.reshape(-1, x.shape[-1])[places]
+    else:
+        rows = table[np.unravel_index(places, x.shape[:-1])]
+    found: Numbers = np.sqrt(np.einsum("kd,kd->k", rows, rows, dtype=np.float64))
+    return found
 
 
 def row_maxima(values: Numbers, rows: Numbers, count: int) -> Numbers:
@@ -76,7 +82,9 @@ def best_places(score: Tensor | RoughScores, count: int) -> Tensor:
     told, error, n = score.score, score.error, score.score.shape[-1]
     if not 0 < count < n:
         return stable_topk(score.all(), count).sort(dim=-1).values
-    last = np.partition(told, n - count, -1)[..., n - count, None]
+    ranked = told.copy()
+    ranked.partition(n - count, -1)
+    last = ranked[..., n - count, None]
     # The exact score of the last one is at most `error` away, and so is that of any other one.
     taken = told > last + 2 * error
     stays = told >= last - 2 * error
@@ -89,8 +97,8 @@ def best_places(score: Tensor | RoughScores, count: int) -> Tensor:
         order = np.lexsort((-exact, row))  # row by row, best first, then in the order of places
         late = order[np.arange(len(row)) - np.searchsorted(row, row) >= wanted[row]]
         stays.reshape(-1)[places[late]] = False
-    where = stays.reshape(-1).nonzero()[0].reshape(*told.shape[:-1], count)
-    return torch.from_numpy(where % n)
+    where = stays.reshape(-1).nonzero()[0].reshape(-1, count) - np.arange(0, told.size, n)[:, None]
+    return torch.from_numpy(where.reshape(*told.shape[:-1], count))
 
 
 # Scores and remainders this close differ by rounding only: float64 is a million times finer.

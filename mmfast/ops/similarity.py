@@ -103,11 +103,11 @@ def relevance(x: Tensor, query: Tensor) -> Tensor:
 
 
 def rough_lengths(rows: Tensor) -> tuple[Tensor, float] | None:
-    """Lengths `[..., N]` of rows `[..., N, d]` in float32, and the share by which they may be off.
+    """Lengths `[..., N]` of rows `[..., N, d]` float32, and the share by which they may be off.
 
     None where a length is not finite, or leaves the range in which squares keep their precision.
     """
-    lengths = torch.linalg.vector_norm(rows.float(), dim=-1).contiguous()
+    lengths = torch.linalg.vector_norm(rows, dim=-1).contiguous()
     told = lengths.numpy()
     if not (told.min() > 1e-12 and told.max() < 1e18):  # NaN is neither
         return None

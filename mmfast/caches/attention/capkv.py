@@ -55,12 +55,17 @@ def capkv(
 
 def _added(tau: float, keys: Tensor, values: Tensor, mean: Tensor) -> Tensor:
     """Scores `[H, N]` of keys and values `[H, N, d]`, by mean queries `[H, G, d]`."""
-    keys, values = (x.double()[:, None] for x in (keys, values))
-    mean = F.normalize(mean.double(), dim=-1, eps=_TINY)
-    cosine = (F.normalize(keys, dim=-1, eps=_TINY) @ mean[..., None]).squeeze(-1)  # [H, G, N]
+    keys, values, mean = keys.double(), values.double(), mean.double()
+    mean = F.normalize(mean, dim=-1, eps=_TINY)
+    cosine = mean @ F.normalize(keys, dim=-1, eps=_TINY).transpose(-1, -2)  # [H, G, N]
     weight = (tau * (cosine - cosine.amax(-1, keepdim=True))).exp()
-    added = (values * weight[..., None]).transpose(-1, -2) @ values  # [H, G, d, d]
-    capacity = torch.eye(values.shape[-1], dtype=added.dtype, device=added.device) + added
-    rest = torch.linalg.solve(capacity, values.transpose(-1, -2).expand(*added.shape[:-1], -1))
-    leverage = (values.transpose(-1, -2) * rest).sum(-2)
-    return snap((weight * leverage).mean(-2).clamp_min(_TINY).log())
+    weight = weight.transpose(-1, -2).contiguous()  # [H, N, G]
+    # All query heads of a key head in one product.
+    sizes = mean.shape[1], values.shape[-1]
+    weighted = (weight[..., None] * values[:, :, None]).flatten(-2)  # [H, N, G * d]
+    added = (weighted.transpose(-1, -2) @ values).unflatten(1, sizes)  # [H, G, d, d]
+    capacity = torch.eye(sizes[1], dtype=added.dtype, device=added.device) + added
+    inverse = torch.linalg.inv(capacity).flatten(1, 2)
+    rest = torch.matmul(values, inverse.transpose(-1, -2), out=weighted)  # fresh memory is slow
+    leverage = rest.unflatten(-1, sizes).mul_(values[:, :, None]).sum(-1)  # [H, N, G]
+    return snap((weight * leverage).mean(-1).clamp_min(_TINY).log())

@@ -22,6 +22,7 @@ from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.spec import Spec, count
 from mmfast.core.tokens import Tokens
+from mmfast.core.trace import Trace
 from mmfast.models.kv.heads import alike, choose_by_head, evict_heads, held_by_heads
 from mmfast.models.kv.notes import (
     BASIS,
@@ -45,9 +46,10 @@ from mmfast.models.kv.notes import (
     note_vision,
     real_entries,
     saliency,
+    warn_of_unscored,
 )
 from mmfast.models.kv.output import added_lengths
-from mmfast.models.kv.packs import PackedLayer, keep_packed, settle
+from mmfast.models.kv.packs import keep_packed, settle
 from mmfast.models.kv.patterns import SIGNALS, known_heads
 from mmfast.models.kv.queries import Expectation
 from mmfast.models.kv.sinks import FollowingSinks
@@ -55,6 +57,7 @@ from mmfast.models.reduction.cache_layers import is_short, regroup
 from mmfast.models.reduction.call import PassState
 from mmfast.models.reduction.probe import replacing
 
+_ALONE = "they count as attended to by none"
 # `(row, where [n])` -> the Reduction of these entries of a batch row, leading dims `[H]`.
 Choose = Callable[[int, Tensor], Reduction]
 # From the number of entries, in order of time, to those that leave before the next token.
@@ -72,26 +75,26 @@ def evict(cache: Any, index: int, choose: Choose, drafts: int = 0) -> tuple[int,
     where = real_entries(notes[KIND])
     reductions = [
         beside(choose(b, mine[: len(mine) - drafts] if drafts else mine), drafts)
-        if len(mine)
+        if mine.shape[0]
         else Reduction.identity(0, layer.keys.shape[1:2], layer.keys.device)
         for b, mine in enumerate(where)  # the first chunks of a short row may be padding alone
     ]
-    before, after = sum(map(len, where)), sum(r.m for r in reductions)
+    before, after = sum([mine.shape[0] for mine in where]), sum([r.m for r in reductions])
     if before == after and all(r.pure for r in reductions):
         if before < length * len(where):  # the model's mask is that of a layer without its padding
             layer.valid = notes[KIND][:, 0] != PADDING
         regroup(cache, index)
         return before, after
-    if isinstance(layer, PackedLayer) and all(r.pure for r in reductions):
+    if layer.in_packs and all(r.pure for r in reductions):
         nothing = layer.keys.new_empty(*layer.keys.shape[:2], length, 0)
         left = leave(nothing, nothing, notes, where, reductions)
         keep_packed(layer, [r.keep for r in reductions])
     else:
-        if isinstance(layer, PackedLayer):
+        if layer.in_packs:
             layer.open()  # what is merged is packed once more
         left = leave(layer.keys, layer.values, notes, where, reductions)
         (layer.keys,), (layer.values,) = left.kv.keys, left.kv.values
-        if isinstance(layer, PackedLayer):
+        if layer.in_packs:
             layer.front = left.gaps
     settle(cache, index, left, length)
     return before, after
@@ -129,7 +132,7 @@ def chooser(
 
 def whole_of(layer: Any) -> tuple[Tensor, Tensor]:
     """Return all keys and values of a layer, whatever it has packed."""
-    return layer.whole() if isinstance(layer, PackedLayer) else (layer.keys, layer.values)
+    return layer.whole() if layer.in_packs else (layer.keys, layer.values)
 
 
 def seen(
@@ -146,7 +149,7 @@ def seen(
 
     `whole` are all keys and values of the layer; the last are `[1 or H, n]`, by name.
     """
-    keys, values = (_pick(x[row], where, 1) for x in whole)
+    keys, values = [_pick(x[row], where, 1) for x in whole]
     read = layer.notes.keys() - {PLACE, BASIS}  # of which no policy knows
     notes = {k: _pick(layer.notes[k][row], where, -1) for k in read}
     shared = {k: notes[k] for k in (KIND, FRAME, SPOT) if k in notes}
@@ -194,7 +197,7 @@ def signals_of(values: Tensor, kinds: Tensor, notes: Mapping[str, Tensor]) -> di
 
 
 def _pick(x: Tensor, where: Tensor, dim: int) -> Tensor:
-    return x if len(where) == x.shape[dim] else x.index_select(dim, where)
+    return x if where.shape[0] == x.shape[dim] else x.index_select(dim, where)
 
 
 def stayer(plan: CachePlan, layer: Any) -> Choose:
@@ -271,7 +274,7 @@ def slide(cache: Any, index: int, plan: CachePlan, memo: list[Slid], known: Know
     was done.
     """
     layer = cache.layers[index]
-    if isinstance(layer, PackedLayer) or PINNED in layer.notes:
+    if layer.in_packs or PINNED in layer.notes:
         return False
     before = (layer.notes, entries(layer), layer.gone)
     last = memo[0] if memo else None
@@ -348,6 +351,7 @@ class Eviction:
 
     def __init__(self, plan: CachePlan, state: PassState, layers: Mapping[int, Any]) -> None:
         self._plan, self._state, self._layers = plan, state, layers
+        self.trace: Trace | None = None
         self.expectation: Expectation | None = None
         self.sinks: FollowingSinks | None = None
         self._known = Known()
@@ -372,7 +376,9 @@ class Eviction:
         """Evict behind a prompt, but for drafts at its end; see `evict` for what it returns."""
         layer, mutual = cache.layers[index], self._plan.mutual
         if mutual is not None:
-            note_mutual(layer, *mutual, drafts)
+            unscored = note_mutual(layer, *mutual, drafts)
+            if self.trace is not None:
+                warn_of_unscored(self.trace, unscored, "scores the tokens of one prompt", _ALONE)
         if self._plan.vision:
             note_vision(layer, whole_of(layer)[0], self._plan.vision, drafts)
         if self._plan.heads is not None:

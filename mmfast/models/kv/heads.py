@@ -19,7 +19,7 @@ from mmfast.core.kv import KVBlock
 from mmfast.core.reduction import Reduction
 from mmfast.core.tokens import Tokens
 from mmfast.models.kv.notes import KIND, PADDING, entries, fill
-from mmfast.models.kv.packs import PackedLayer, PackedRow, packed_layer, settle
+from mmfast.models.kv.packs import PackedRow, packed_layer, settle
 from mmfast.models.reduction.cache_layers import is_short
 from mmfast.ops.eviction import OTHERS, mixed_beside
 from mmfast.ops.ragged import RaggedRows, right_aligned
@@ -32,7 +32,8 @@ Look = Callable[
 
 def alike(shared: Mapping[str, Tensor]) -> bool:
     """All heads hold the same: notes `[1 or H, n]` by name."""
-    return all(len(each) == 1 or bool((each == each[:1]).all()) for each in shared.values())
+    several = [each for each in shared.values() if each.shape[0] > 1]
+    return all(bool((each == each[:1]).all()) for each in several)
 
 
 def of_head(
@@ -82,7 +83,7 @@ def evict_heads(
     after, mean over the heads, of all rows together.
     """
     layer = cache.layers[index]
-    if isinstance(layer, PackedLayer):
+    if layer.in_packs:
         layer.open()
     notes, n = fill(layer), entries(layer)
     batch, heads = layer.keys.shape[:2]

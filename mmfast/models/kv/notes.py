@@ -157,7 +157,7 @@ def open_notes(layer: Any, sequences: Sequences) -> dict[str, Tensor]:
     places = torch.arange(n, device=device)
     kinds = kinds_of(sequences)[:, None].to(device).expand(batch, 1, n)
     if sequences.ok is None:
-        held = torch.full((batch, 1, 1), n, device=device)
+        held = torch.full((batch, 1, 1), n, device=device).expand(batch, 1, n)
         _look(kinds, (places,) * batch, held)
     return {KIND: kinds, PLACE: places.expand(batch, 1, n)}
 
@@ -181,7 +181,7 @@ def note_part(
         return fresh
     # Tokens that leave between layers change these in place.
     now = sequences, sequences.ok, sequences.index
-    facts = sequences.length, len(layer.keys), layer.keys.device
+    facts = sequences.length, layer.keys.shape[0], layer.keys.device
     if fresh is None or fresh[0][3] != facts or any(map(is_not, fresh[0], now)):
         fresh = (*now, facts), open_notes(layer, sequences)
     layer.notes = dict(fresh[1])
@@ -226,13 +226,14 @@ def score_new(layer: Any, name: str, scores: Tensor) -> int:
     return unscored
 
 
-def warn_of_unscored(trace: Trace, count: int, reads: str) -> None:
+def warn_of_unscored(
+    trace: Trace, count: int, reads: str, fate: str = "they stay before all others"
+) -> None:
     """Warn of `count` entries that came before a policy; `reads` says what it does to score."""
     if count:
         trace.warn(
             f"{count} entries of this cache came before its policy, which {reads}: nothing is "
-            "known of them, and they stay before all others; read the whole prompt under "
-            "attach(cache=)"
+            f"known of them, and {fate}; read the whole prompt under attach(cache=)"
         )
 
 
@@ -243,10 +244,12 @@ def remember_basis(layer: Any, drafts: int = 0) -> None:
     held = _LOOKED.held if _LOOKED.kinds() is kinds else None
     if held is None:
         held = (kinds[:, :1] != PADDING).sum(-1, keepdim=True)  # waits for no device
+        held = held.expand(kinds.shape)
         if _LOOKED.kinds() is kinds:
             _LOOKED.held = held
-    held = held - drafts if drafts else held
-    layer.notes = {**notes, BASIS: held.expand(-1, kinds.shape[1], kinds.shape[2])}
+    if drafts:
+        held = (held[..., :1] - drafts).expand(kinds.shape)
+    layer.notes = {**notes, BASIS: held}
 
 
 def real_entries(kinds: Tensor) -> tuple[Tensor, ...]:
@@ -276,20 +279,23 @@ def add_masses(layer: Any, masses: Mapping[str, Tensor]) -> None:
     layer.notes = {**notes, **added}
 
 
-def note_mutual(layer: Any, chunk: int, sink: int, recent: int, drafts: int = 0) -> None:
+def note_mutual(layer: Any, chunk: int, sink: int, recent: int, drafts: int = 0) -> int:
     """Note what the tokens of the prompt that has ended receive from all tokens of their chunk.
 
     A chunk has `chunk` tokens of a row. The first `sink` tokens of the cache and the last `recent`
     ones neither give nor receive, nor do the `drafts` behind the prompt. Logits are plain products,
     not divided by the root of the width. The queries of the prompt are `layer.pending`
-    `[B, Hq, n, d]`, which is then None.
+    `[B, Hq, n, d]`, which is then None. Returns how many entries of all rows came before and have
+    no note.
     """
     queries, layer.pending = layer.pending, None
     batch, heads = layer.keys.shape[:2]
     total, count = entries(layer), int(queries.shape[2])
     start = total - drafts - count  # the first entry of this prompt
     keys = layer.keys[:, :, layer.keys.shape[2] - drafts - count :]
-    real = fill(layer)[KIND][:, 0, : total - drafts] != PADDING
+    notes = fill(layer)
+    real = notes[KIND][:, 0, : total - drafts] != PADDING
+    unscored = int(real[:, :start].sum()) if start and MUTUAL not in notes else 0
     mass = torch.zeros(batch, heads, total, dtype=torch.float32, device=keys.device)
     for row, mine in enumerate(real):
         where = mine.nonzero()[:, 0]
@@ -299,6 +305,7 @@ def note_mutual(layer: Any, chunk: int, sink: int, recent: int, drafts: int = 0)
             rows = softmax_rows(query, key, None, 1.0)[0]  # [Hq, c, c]
             mass[row, :].index_copy_(1, places, rows.unflatten(0, (heads, -1)).sum(2).mean(1))
     add_masses(layer, {MUTUAL: mass})
+    return unscored
 
 
 def note_vision(layer: Any, keys: Tensor, window: int, drafts: int = 0) -> None:

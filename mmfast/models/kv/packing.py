@@ -32,7 +32,7 @@ class Packing:
     """The store of a plan: `quant`, or the two precisions of `zipvl` and `zipcache`.
 
     It packs behind a prompt, and whenever enough tokens have come since (under `zipvl` never);
-    small packs under `evicting`, as entries go at every step.
+    small packs under `evicting`, as entries go at every step. `packs` says that it ever does.
     """
 
     def __init__(self, plan: CachePlan, evicting: bool) -> None:
@@ -43,15 +43,11 @@ class Packing:
         self._block = 0 if q is None else max(q.group, q.residual)
         self._size = self._block if evicting else None
         self._again = plan.every if plan.bits else 0
-
-    @property
-    def packs(self) -> bool:
-        """Entries are packed."""
-        return any(each is not None for each in (self.quantiser, self.pruner, self._plan.bits))
+        self.packs = any(each is not None for each in (q, self.pruner, plan.bits))
 
     def acts(self, layer: Any, more: int) -> bool:
         """Return True if a layer of one row has packs, or will within `more` decode steps."""
-        if not isinstance(layer, PackedLayer):
+        if not layer.in_packs:
             return False
         if layer.rows[0].packs or layer.rows[0].live is not None:
             return True
@@ -80,7 +76,7 @@ class Packing:
 
     def step(self, layer: Any) -> None:
         """Pack before a call, where enough tokens have been generated since."""
-        if not isinstance(layer, PackedLayer):
+        if not layer.in_packs:
             return
         if self.quantiser is not None:
             pack_recent(layer, self._plain, self.due)

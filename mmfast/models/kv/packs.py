@@ -190,6 +190,7 @@ class PackedLayer(Shorter, DynamicLayer):  # type: ignore[misc]
     _layer_type = None
     rows: tuple[PackedRow, ...] = ()
     front: tuple[int, ...] = ()
+    in_packs = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         super().update(key_states, value_states, *args, **kwargs)
@@ -253,8 +254,8 @@ def _stack(rows: Sequence[Tensor], width: int) -> Tensor:
 def packed_layer(cache: Any, index: int, aligned: bool = False) -> PackedLayer:
     """Shortened layer `index` of a cache with notes, made able to hold packs."""
     layer = cache.layers[index]
-    if isinstance(layer, PackedLayer):
-        return layer
+    if layer.in_packs:
+        return layer  # type: ignore[no-any-return]
     if not aligned:
         align(cache, index)
     made: Any = object.__new__(PackedLayer)
@@ -338,6 +339,6 @@ def shrinkable(cache: Any, index: int) -> Any:
 
 def nbytes(layer: Any) -> int:
     """Bytes of the keys and values that a cache layer holds."""
-    if isinstance(layer, PackedLayer):
-        return layer.nbytes
+    if layer.in_packs:
+        return int(layer.nbytes)
     return int(layer.keys.nbytes + layer.values.nbytes)

@@ -99,7 +99,7 @@ class KVStage:
         if plan.retrieve is not None and self._raw is not None:
             self._reading = Reading(plan, text, self._layers, state, self._raw)
         self._expectation = Expectation(text, *plan.future) if plan.future else None
-        self._eviction.expectation = self._expectation
+        self._eviction.expectation, self._eviction.trace = self._expectation, trace
         if plan.follows:
             self._eviction.sinks = FollowingSinks(model, self._modules, plan.follows)
         self._repetition = None
@@ -327,7 +327,7 @@ class KVStage:
         account = self._account
         account.fresh = notes.note_part(layer, sequences, past, account.fresh)
         masses = dict(masses)
-        queries, power = (masses.pop(name, None) for name in (notes.QUERIES, notes.POWER))
+        queries, power = masses.pop(notes.QUERIES, None), masses.pop(notes.POWER, None)
         if power is not None:
             layer.power = power if layer.power is None else layer.power + power
         if queries is not None:
@@ -395,7 +395,7 @@ class KVStage:
         layer = cache.layers[index]
         notes.remember_basis(layer, drafts)
         start = time.perf_counter()
-        before = after = notes.entries(layer) * len(layer.keys)
+        before = after = notes.entries(layer) * int(layer.keys.shape[0])
         if self._eviction.acts:
             before, after = self._eviction.prompt_ends(cache, index, drafts)
         if self._reading is not None:

@@ -27,7 +27,6 @@ from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Trace
 from mmfast.models.kv import notes
 from mmfast.models.kv.eviction import hidden
-from mmfast.models.kv.packs import PackedLayer
 from mmfast.models.reduction.call import Call, PassState, PromptPart
 from mmfast.models.reduction.probe import head_peak, replacing
 from mmfast.models.wrappers import decoder_of
@@ -354,7 +353,7 @@ def _prepare(layer: Any) -> int:
 
 
 def _of_row(layer: Any, row: int, drafts: int) -> _RowEntries:
-    whole = layer.whole() if isinstance(layer, PackedLayer) else (layer.keys, layer.values)
+    whole = layer.whole() if layer.in_packs else (layer.keys, layer.values)
     held = notes.fill(layer)
     real = held[notes.KIND][row] != notes.PADDING  # [1 or H, n]
     real = real[:, : real.shape[1] - drafts]

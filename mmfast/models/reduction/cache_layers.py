@@ -53,6 +53,7 @@ class Shorter:
         skipped: `[B, n]` True at entries that leave when the prompt ends (`reduction.bypass`).
         chosen: Entries, those that have gone among them, when a KV policy last chose.
         gapped: Heads hold different numbers of entries, and padding in front of them.
+        in_packs: It is a `PackedLayer` (`kv.packs`); to ask for the class takes longer.
     """
 
     store: Any = None
@@ -69,6 +70,7 @@ class Shorter:
     uneven = False
     group: LayerGroup | None = None
     gapped = False
+    in_packs = False
 
     def get_seq_length(self) -> Any:
         return super().get_seq_length() + self.extra + self.dropped  # type: ignore[misc]
@@ -266,8 +268,11 @@ def _needs(layer: Any) -> int | None:
 
 def layer_of_model_mask(cache: Any, sliding: bool = False) -> Any:
     """The cache layer by which the model itself makes the mask of all layers of its kind."""
-    attention = [layer for layer in cache.layers if hasattr(layer, "get_mask_sizes")]
-    return next((each for each in attention if each.is_sliding == sliding), attention[0])
+    attention = (layer for layer in cache.layers if hasattr(layer, "get_mask_sizes"))
+    first = next(attention)
+    if first.is_sliding == sliding:
+        return first
+    return next((each for each in attention if each.is_sliding == sliding), first)
 
 
 def held(layer: Any) -> int:

@@ -123,15 +123,21 @@ def test_the_prompt_of_a_second_turn_is_repeated_alone(spoken: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["kvzip:12?chunk=9", "kvsquared:12?chunk=9", "kvcompose:12?chunk=9"]
+    "spec",
+    ["kvzip:12?chunk=9", "kvsquared:12?chunk=9", "kvcompose:12?chunk=9", "compactor:12?chunk=9"],
 )
 def test_what_came_before_the_policy_is_told(spoken: Any, spec: str) -> None:
-    """Nothing is known of it, so that it would stay whatever is asked."""
-    cache = DynamicCache(config=spoken.config)
+    """Nothing is known of it, so that it would stay, or leave, whatever is asked."""
+    cache, more = DynamicCache(config=spoken.config), torch.tensor([[3, 9, 4, 17, 8]])
     spoken(torch.tensor(IDS[:1]), past_key_values=cache)
     with attach(spoken, cache=spec) as trace, pytest.warns(UserWarning, match="31 entries .* came"):
-        spoken(torch.tensor([[3, 9, 4, 17, 8]]), past_key_values=cache)
+        spoken(more, past_key_values=cache)
     assert len(trace.notes) == 1
+    cache = DynamicCache(config=spoken.config)
+    with attach(spoken, cache=spec) as trace:
+        spoken(torch.tensor(IDS[:1]), past_key_values=cache)
+        spoken(more, past_key_values=cache)
+    assert not trace.notes
 
 
 def test_threads_do_not_meet(spoken: Any) -> None:
