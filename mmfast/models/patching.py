@@ -23,6 +23,17 @@ _MISSING = object()
 CAPTURING = "transformers.utils.output_capturing"
 
 
+def on_cpu_by_default(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `run` with tensors on the CPU where it names no device, whatever torch is set to.
+
+    A default device is for what its user makes: tables of a prompt lie on the CPU.
+    """
+    if torch.compiler.is_compiling() or torch.utils._device.CURRENT_DEVICE is None:
+        return run(*args, **kwargs)
+    with torch.device("cpu"):
+        return run(*args, **kwargs)
+
+
 @contextmanager
 def override(owner: Any, name: str, around: Callable[..., Any]) -> Iterator[None]:
     """Let `around(next, *args, **kwargs)` answer calls of `owner.name`; the last one is outermost.
@@ -53,7 +64,7 @@ def _install(owner: Any, name: str) -> list[Callable[..., Any]]:
     def call(*args: Any, **kwargs: Any) -> Any:
         run = stock
         for around in tuple(gate):
-            run = functools.partial(around, run)
+            run = functools.partial(on_cpu_by_default, around, run)
         return run(*args, **kwargs)
 
     call.__dict__["_mmfast_arounds"] = gate
@@ -102,7 +113,7 @@ def _stand(handle: Any, hooks: dict[Any, Any], hook: Any, key: str | None) -> Un
         handle.id = key
     for table in handle.extra_dict_ref:  # first: other threads may call the hook at once
         table()[handle.id] = True
-    hooks[handle.id] = hook
+    hooks[handle.id] = functools.partial(on_cpu_by_default, hook)  # which refuses to be copied
     undo: Undo = handle.remove
     return undo
 

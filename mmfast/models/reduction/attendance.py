@@ -114,8 +114,8 @@ class Attendance:
         for name, part in _parts_of(self._model).items():
             if self._parts.get(name) is not part:
                 raise ModelError(
-                    f"{name} of this {type(self._base).__name__} was replaced after attach(), which "
-                    "acts in the old one; detach first, then attach again"
+                    f"{name} of this {type(self._base).__name__} was replaced after attach(), "
+                    "which acts in the old one; detach first, then attach again"
                 )
         if self._base.training and features_given(kwargs):  # else it would grow with every step
             self._trace.rows.clear()

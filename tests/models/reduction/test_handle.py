@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import build, tiny
+from tiny_models import build, generate, tiny
 
 import mmfast
 from mmfast.attach import attach
@@ -208,7 +208,7 @@ def test_a_part_of_an_attached_model_is_not_attached_again() -> None:
     text = this.model.get_decoder()
     with attach(this.model, "random:0.4"):
         short = logits(this.model, inputs)
-        with pytest.raises(ModelError, match="a model around or inside this .*TextModel is att"):
+        with pytest.raises(ModelError, match=r"a model around or inside this .*TextModel is att"):
             attach(text, cache="snapkv:0.5")
         assert torch.equal(logits(this.model, inputs), short)
     handle = attach(text, cache="snapkv:0.5")
@@ -262,3 +262,29 @@ def test_a_part_may_be_wrapped_or_left_out_while_attached() -> None:
         this.model.config.get_text_config().num_hidden_layers = 3
         less = logits(this.model, inputs)
         assert less.shape == short.shape and not torch.equal(less, short)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"reduce": "divprune:0.6+fastv@llm2:0.5", "cache": "snapkv:0.5"},
+        {"reduce": "visionzip:0.4"},
+        {"cache": "quest:0.5"},
+        {"decode": "lookup"},
+        {"decode": "self:0.3"},
+    ],
+    ids=str,
+)
+def test_a_default_device_is_that_of_the_caller_alone(asked: Any) -> None:
+    """Stock models run under any: what is made beside them must not lie there."""
+    this, inputs = ask()
+    with attach(this.model, **asked):
+        want = generate(this, inputs, 4).sequences
+    try:
+        torch.set_default_device("meta")
+        with attach(this.model, **asked):
+            found = generate(this, inputs, 4).sequences
+        assert torch.get_default_device().type == "meta"
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(found, want)
