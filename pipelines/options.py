@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 import sys
@@ -19,7 +18,7 @@ from mmfast.frontends.source import Limits
 from mmfast.models import loading
 from mmfast.models.attention import check_attn
 from mmfast.models.image_guard import read_guard
-from mmfast.models.patching import CAPTURING
+from mmfast.models.patching import portable_state
 from mmfast.models.vision.acceleration import check_encoder
 from mmfast.planner.arithmetic import check_weights
 from mmfast.prefill.plan import plan_prefill
@@ -154,26 +153,15 @@ def checked(listed: Collection[str] = (), more: Collection[str] = ()) -> Callabl
     return decorate
 
 
-# The mark by which transformers makes no hooks that capture anew.
-_CAPTURED = "_output_capturing_hooks_installed"
-
-
 def portable(pipe: Any) -> dict[str, Any]:
     """Return the state of a pipeline for another process: its weights, and no hooks of calls.
 
     MmfastError: it holds what is of this process alone.
     """
-    weights = {id(each): each for each in (*pipe.model.parameters(), *pipe.model.buffers())}
     try:
-        state: dict[str, Any] = copy.deepcopy(vars(pipe), {id(pipe): pipe, **weights})
+        return portable_state(pipe)
     except TypeError as error:
         raise MmfastError(
             f"{pipe.task}: this pipeline has parts of this process alone, and cannot be copied or "
             f"pickled ({error}); make one where it is needed, and leave reuse= out of copies"
         ) from None
-    for module in state["model"].modules():
-        vars(module).pop(_CAPTURED, None)
-        for key, hook in [*module._forward_hooks.items()]:
-            if getattr(hook, "__module__", "") == CAPTURING:
-                del module._forward_hooks[key]
-    return state

@@ -133,6 +133,12 @@ class VideoStream:
             clips=_clips(clips, device, dtype) if source == _path(STREAM_MODEL) else None,
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a pipeline of streams belongs to its process: make it in the other one, with "
+            "pipeline('video-stream', …), and restore() a saved session there"
+        )
+
     @checked()
     def open(
         self,

@@ -32,6 +32,9 @@ class WholeLock:
 
     __enter__ = acquire
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # a copy is another lock, and free
+
     def release(self) -> None:
         """Give the lock back."""
         _HELD.count -= 1

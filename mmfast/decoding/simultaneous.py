@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from mmfast.core.errors import SpecError, unknown
 
@@ -80,35 +82,36 @@ def _greedy(_: Sequence[Sequence[str]], chances: Sequence[float], __: int, ___: 
     return len(chances)
 
 
-def _wait(k: float) -> WritePolicy:
-    def rule(_: Sequence[Sequence[str]], chances: Sequence[float], read: int, written: int) -> int:
-        return min(len(chances), max(0, read - int(k) + 1 - written))
+def _late(k: int, _: Any, chances: Sequence[float], read: int, written: int) -> int:
+    return min(len(chances), max(0, read - k + 1 - written))
 
-    return WritePolicy(f"wait:{k:g}", rule)
+
+def _wait(k: float) -> WritePolicy:
+    return WritePolicy(f"wait:{k:g}", partial(_late, int(k)))
+
+
+def _sure(least: float, _: Any, chances: Sequence[float], __: int, ___: int) -> int:
+    return next((i for i, chance in enumerate(chances) if chance < least), len(chances))
 
 
 def _confidence(least: float) -> WritePolicy:
-    def rule(_: Sequence[Sequence[str]], chances: Sequence[float], __: int, ___: int) -> int:
-        return next((i for i, chance in enumerate(chances) if chance < least), len(chances))
-
-    return WritePolicy(f"confidence:{least:g}", rule)
+    return WritePolicy(f"confidence:{least:g}", partial(_sure, least))
 
 
 def _learned(least: float) -> WritePolicy:
     return replace(_confidence(least), name=f"learned:{least:g}", learned=True)
 
 
+def _agreed(most: int, found: Sequence[Sequence[str]], _: Any, __: int, written: int) -> int:
+    if len(found) < most:
+        return 0
+    columns = enumerate(zip(*(words[written:] for words in found[-most:]), strict=False))
+    shortest = min(len(words) - written for words in found[-most:])
+    return next((i for i, words in columns if len(set(words)) > 1), max(0, shortest))
+
+
 def _agreement(times: float) -> WritePolicy:
-    most = int(times)
-
-    def rule(found: Sequence[Sequence[str]], _: Sequence[float], __: int, written: int) -> int:
-        if len(found) < most:
-            return 0
-        columns = enumerate(zip(*(words[written:] for words in found[-most:]), strict=False))
-        shortest = min(len(words) - written for words in found[-most:])
-        return next((i for i, words in columns if len(set(words)) > 1), max(0, shortest))
-
-    return WritePolicy(f"agreement:{times:g}", rule, most)
+    return WritePolicy(f"agreement:{times:g}", partial(_agreed, int(times)), int(times))
 
 
 def _interleaved(late: float) -> WritePolicy:

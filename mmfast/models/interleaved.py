@@ -17,6 +17,7 @@ from torch import Tensor
 from mmfast.core.errors import ModelError, SpecError, unknown
 from mmfast.decoding.serialised import HEARD, SAID
 from mmfast.models.cache_name import CACHE
+from mmfast.models.patching import portable_state
 
 WRITE, READ, END, JOINT = "<write>", "<read>", "<end>", "<joint>"
 LATE = re.compile(r"<late:(\d+)>")
@@ -52,6 +53,9 @@ class InterleavedTranslator:
             raise ModelError(f"the tokenizer of {type(model).__name__} has no <late:N>; train one")
         self.joint = all(mark in known for mark in (JOINT, HEARD, SAID))
         self.eos = int(tokenizer.eos_token_id)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return portable_state(self)
 
     def number(self, mark: str) -> int:
         """Return the token of a mark."""

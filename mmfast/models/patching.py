@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import weakref
@@ -164,3 +165,19 @@ def _codes(model: nn.Module) -> list[Any]:
             function = getattr(function, "__wrapped__", None)
     seen = (reference() for reference in compiler.input_codes.seen)
     return [code for code in seen if code is not None and code.co_filename in files]
+
+
+# The mark by which transformers makes no hooks that capture anew.
+_CAPTURED = "_output_capturing_hooks_installed"
+
+
+def portable_state(owner: Any) -> dict[str, Any]:
+    """Return the state of what has a `model` for another process: weights, no hooks of calls."""
+    weights = {id(each): each for each in (*owner.model.parameters(), *owner.model.buffers())}
+    state: dict[str, Any] = copy.deepcopy(vars(owner), {id(owner): owner, **weights})
+    for module in state["model"].modules():
+        vars(module).pop(_CAPTURED, None)
+        for key, hook in [*module._forward_hooks.items()]:
+            if getattr(hook, "__module__", "") == CAPTURING:
+                del module._forward_hooks[key]
+    return state

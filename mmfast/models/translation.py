@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,11 @@ import torch
 from torch import Tensor
 
 from mmfast.core.errors import ModelError, unknown
+from mmfast.core.locks import WholeLock
 from mmfast.decoding.simultaneous import Hypothesis
 from mmfast.models import loading
 from mmfast.models.interleaved import WRITE, InterleavedTranslator
+from mmfast.models.patching import portable_state
 from mmfast.models.stability import StabilityHead, load_head
 
 EMBEDDED, EMBEDDED_INTERLEAVED = "tiny-translate", "tiny-interleaved"
@@ -45,7 +46,7 @@ class Translator:
     ) -> None:
         self.model, self.tokenizer, self.prefix = model, tokenizer, prefix
         self.head = None if head is None else head.to(model.device)
-        self._lock = threading.Lock()  # languages are a state of the tokenizer
+        self._lock = WholeLock()  # languages are a state of the tokenizer
         config = model.generation_config
         start = getattr(model.config, "decoder_start_token_id", None)
         start = config.decoder_start_token_id if start is None else start
@@ -59,6 +60,9 @@ class Translator:
         if source is not None:
             self._language(source)
         self._start = [start] if forced is None else [start, forced]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return portable_state(self)
 
     def _language(self, code: str) -> int:
         words = self.tokenizer

@@ -150,6 +150,12 @@ class Session:
         self.sources = Sources()
         self.turns, self.closed = TurnLock(), False
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a session belongs to its process: save() it and restore() it in the other one, or "
+            "open another session there"
+        )
+
     def push(self, frame: Any, time: Any = None) -> int:
         """Take the next frame, or the next few.
 

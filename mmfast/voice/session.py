@@ -118,6 +118,12 @@ class VoiceSession(Dialogue):
 
     # --- what the dialogue asks for; the lock is held ---
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a voice session belongs to its process: open() another one in the other process; "
+            "the pipeline can be pickled"
+        )
+
     def emit(self, kind: Kind, reply: SpokenReply | None = None, **fields: Any) -> None:
         """Append an event; one that cuts a reply off takes back its deltas."""
         if reply is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from mmfast.core.registry import get
 from mmfast.core.spec import parse
 from mmfast.models.decoder.concepts import ConceptReader, SegmentStore, new_compressor
 from mmfast.models.reduction.inputs import compress
+from mmfast.models.text_chat import load_text
+from mmfast.tiny.text.haystack import vocabulary
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
 SEGMENT, RECENT, LENGTH = 8, 5, 43
@@ -339,3 +342,23 @@ def test_the_oracle_is_the_stock_model_without_a_lora() -> None:
         mine = oracle.hidden(rows, stock, {}, model.config, 1.0)
         want = model.model(ids).last_hidden_state[0].numpy()
         np.testing.assert_allclose(mine, want, atol=1e-6)
+
+
+def test_prompts_from_several_threads_are_answered_as_alone() -> None:
+    """The weights that ship, beside prompts that are too short to be cut."""
+    model, tokenizer = load_text("tiny-text", "cpu", "float32")
+    words = vocabulary()
+    texts = [" ".join(words[start : start + many]) for start, many in ((0, 90), (9, 50), (3, 12))]
+
+    def answer(text: str) -> list[float]:
+        inputs, how = tokenizer(text, return_tensors="pt"), {"return_dict_in_generate": True}
+        found = model.generate(**inputs, max_new_tokens=1, output_logits=True, **how)
+        return list(found.logits[0][0].tolist())
+
+    stock = [answer(text) for text in texts]
+    with attach(model, "compllm:2"):
+        alone = [answer(text) for text in texts]
+        with ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(answer, texts * 2)) == alone * 2
+    assert alone[0] != stock[0] and alone[2] == stock[2]
+    assert [answer(text) for text in texts] == stock

@@ -24,44 +24,45 @@ from mmfast.ops.stream_cache import RowBuffer, TokenPlaces
 
 def lean_norm(norm: Any) -> Callable[[Tensor], Tensor]:
     """A stock RMS norm in five operations."""
-    bare, weight = bare_norm(norm), norm.weight.detach()
-    return lambda x: bare(x).mul_(weight)
+    return partial(_weighted, bare_norm(norm), norm.weight.detach())
+
+
+def _weighted(bare: Callable[[Tensor], Tensor], weight: Tensor, x: Tensor) -> Tensor:
+    return bare(x).mul_(weight)
 
 
 def bare_norm(norm: Any) -> Callable[[Tensor], Tensor]:
     """The norm without its weight, which the next product has taken in."""
     eps = torch.tensor(norm.variance_epsilon, dtype=norm.weight.dtype)
-    share, length_of, addcmul = 1 / norm.weight.numel(), torch.linalg.vector_norm, torch.addcmul
+    return partial(_normed, eps, 1 / norm.weight.numel())
 
-    def normed(x: Tensor) -> Tensor:
-        length = length_of(x, dim=-1, keepdim=True)
-        return x * addcmul(eps, length, length, value=share).rsqrt_()
 
-    return normed
+def _normed(eps: Tensor, share: float, x: Tensor) -> Tensor:
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * torch.addcmul(eps, length, length, value=share).rsqrt_()
 
 
 def lean_entry(norms: Sequence[Any], linear: Any) -> Callable[[Tensor], Tensor]:
     """A linear layer on inputs `[.., k D]` side by side, each normed: all of them at once."""
     bare, parts = bare_norm(norms[0]), len(norms)
     scale = torch.cat([norm.weight.detach() for norm in norms])
-    weight = (linear.weight.detach() * scale).t().contiguous()
+    return partial(_entered, bare, parts, (linear.weight.detach() * scale).t().contiguous())
 
-    def enter(x: Tensor) -> Tensor:
-        normed = bare(x.view(-1, parts, x.shape[-1] // parts)).view(-1, x.shape[-1])
-        return normed.mm(weight).view(*x.shape[:-1], -1)
 
-    return enter
+def _entered(bare: Callable[[Tensor], Tensor], parts: int, weight: Tensor, x: Tensor) -> Tensor:
+    normed = bare(x.view(-1, parts, x.shape[-1] // parts)).view(-1, x.shape[-1])
+    return normed.mm(weight).view(*x.shape[:-1], -1)
 
 
 def stock_entry(norms: Sequence[Any], linear: Any) -> Callable[[Tensor], Tensor]:
     """The same with the modules themselves."""
+    return partial(_entered_stock, norms, linear)
 
-    def enter(x: Tensor) -> Tensor:
-        pieces = x.chunk(len(norms), -1)
-        joined = [norm(piece) for norm, piece in zip(norms, pieces, strict=True)]
-        return F.linear(torch.cat(joined, -1), linear.weight)
 
-    return enter
+def _entered_stock(norms: Sequence[Any], linear: Any, x: Tensor) -> Tensor:
+    pieces = x.chunk(len(norms), -1)
+    joined = [norm(piece) for norm, piece in zip(norms, pieces, strict=True)]
+    return F.linear(torch.cat(joined, -1), linear.weight)
 
 
 def head_norm(
@@ -75,11 +76,12 @@ def head_norm(
     weight = weight[:, None, None, order]
     eps = torch.tensor(q.variance_epsilon, dtype=weight.dtype)
 
-    def normed(x: Tensor) -> Tensor:  # [queries + keys, B, n, d]
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_() * weight
+    return partial(_normed_heads, eps, weight)
 
-    return normed
+
+def _normed_heads(eps: Tensor, weight: Tensor, x: Tensor) -> Tensor:  # [queries + keys, B, n, d]
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * torch.addcmul(eps, length, length, value=1 / x.shape[-1]).rsqrt_() * weight
 
 
 Block = Callable[[Tensor, RowBuffer, TokenPlaces], Tensor]
@@ -299,6 +301,9 @@ class WideProduct:
         self._few = _FEW if fits else 0
         self._packed: Any = None  # once it is asked for
         self._turn = WholeLock()  # a packed weight holds the input that it is run on
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_packed": None}  # which the library cannot save
 
     def sort(self, order: Tensor) -> None:
         """Put the first columns into another order."""

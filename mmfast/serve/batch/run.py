@@ -32,10 +32,15 @@ class Answerer:
     """One loaded model."""
 
     def __init__(self, job: BatchJob) -> None:
+        from mmfast.caches.plan import call_plan
+        from mmfast.core.spec import is_auto, parse
+        from mmfast.models.reduction.check import check
         from mmfast.serve.engine.model import load_packed
 
         self._job = job
         self._parts = load_packed(job.model, job.device, job.dtype, job.packed, None)
+        if not is_auto(job.reduce):  # what would fail at every file ends the run
+            check(parse(job.reduce), self._parts[0], call_plan(job.cache))
         self._pipes: dict[str, Any] = {}
         self._hash: tuple[str, str | None] = ("", None)
 

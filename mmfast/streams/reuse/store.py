@@ -207,6 +207,12 @@ class ReuseStore:
                     "name one that can be written"
                 ) from None
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a reuse store belongs to its process: open its folder in the other one, with "
+            "ReuseStore(folder=…)"
+        )
+
     def get(self, key: str, device: torch.device = CPU, bits: int | None = None) -> Any:
         """Return a value on a device, not to be written to; None where it is not there.
 

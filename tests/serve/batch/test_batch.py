@@ -58,6 +58,21 @@ def _clip(file: Path, seed: int) -> Path:
     return file
 
 
+def test_a_method_that_no_file_could_have_ends_the_run(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "o.parquet"
+    for spec, model, told in (
+        ("compllm:2", "tiny-video", "reads text alone, and Llava"),
+        ("compllm:2", "tiny-text", "give one of images or video"),
+    ):
+        given = ["--reduce", spec, "--model", model, "-o", str(out), *SHORT]
+        with pytest.raises(SystemExit) as left:
+            main(["batch", str(folder), "-q", QUESTION, *given])
+        error = capsys.readouterr().err.splitlines()
+        assert left.value.code == 2 and told in error[-1] and not out.exists()
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Three clips, one of them twice, a picture, and files that are no media."""
