@@ -164,7 +164,7 @@ def test_the_command_trains_on_lines_of_json(
         model(torch.randint(3, 90, (1, 15)))
     assert trace.rows[0].tokens_out == 1 + 3 + 3
     data.write_text(json.dumps(row) + "\n")
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         runpy.run_path(str(Path(base.__file__).with_name("train.py")), run_name="__main__")
     assert "has 1 examples; give over 4 lines" in capsys.readouterr().err.splitlines()[-1]
 

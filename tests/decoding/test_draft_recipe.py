@@ -103,7 +103,7 @@ def test_training_makes_a_draft_that_agrees(tmp_path: Path) -> None:
 def test_a_width_that_no_draft_has_ends_the_recipe_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         drafts.main(["--width", "50", "--out", str(tmp_path)])
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.startswith("error: width 50 is no multiple of 32 up to 96")

@@ -305,7 +305,7 @@ RECIPES += ["speech.train", "speech.train_overlap", "stream.train", "video.train
 def test_numbers_that_no_recipe_can_take_end_it(
     name: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         import_module(f"mmfast.tiny.{name}").main(["--minutes", value])
     told = capsys.readouterr().err.splitlines()[-1]
     assert f"argument --minutes: {value!r} is no number; give one from 0 on" in told
@@ -322,7 +322,7 @@ def test_a_folder_that_cannot_be_written_ends_a_recipe_before_its_work(
     file = tmp_path / "file"
     file.touch()
     more = ["--reduce", "key_clip:36"] if name == "student" else []
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         import_module(f"mmfast.tiny.{name}").main([*more, "--out", str(file / "out" / "of")])
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith(f"error: '{file}") and "written: Not a directory" in told
@@ -341,6 +341,6 @@ def test_a_folder_that_cannot_be_written_ends_a_recipe_before_its_work(
 def test_what_a_recipe_cannot_use_is_named(
     name: str, given: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         import_module(f"mmfast.tiny.{name}").main(given)
     assert said in capsys.readouterr().err.splitlines()[-1]

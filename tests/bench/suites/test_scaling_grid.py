@@ -152,6 +152,6 @@ def test_another_model_is_refused_in_one_line(
     other = SimpleNamespace(model=None)  # no LLaVA-OneVision
     monkeypatch.setattr(compressors, "load", lambda *_: (other, None))
     told = "error: 'tiny-video' is a SimpleNamespace; the lessons are those of tiny-video: name"
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         law.main(grid)
     assert capsys.readouterr().err.splitlines()[-1].startswith(told)
