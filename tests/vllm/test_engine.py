@@ -158,6 +158,17 @@ def test_processes_of_their_own(folder: Path) -> None:
     assert differences(found) == []
 
 
+def test_a_clip_that_fits_only_when_cut(folder: Path) -> None:
+    """More tokens than `max_model_len`, and positions beyond it."""
+    cases = {"clip": [["a {video} b", [], [[16, 104, 104, 3]]]]}
+    found = engine(folder, "qwen3_vl", ["divprune:0.3"], cases=cases)
+    assert differences(found) == []
+    row = found["divprune:0.3"]["clip"]
+    assert row["attach"][0]["length"] > 1024 > row["vllm"][0][0]["length"]
+    stock = engine(folder, "qwen3_vl", [None], cases=cases)["None"]["clip"]
+    assert "longer than the maximum model length" in stock["vllm_error"]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_a_spec_it_is_vllm_and_positions_matter(folder: Path, family: str) -> None:
     """Stock tokens with mmfast installed; and a plugin that forgot the distances is found out."""
