@@ -572,11 +572,10 @@ class ImageQA(VisualQA):
         images = media if isinstance(media, tuple) else (media,)
         if not images:
             raise MmfastError("no image to ask about; give an image or a tuple of images")
-        shown = [self._picture(rereadable(image), trace) for image in images]
-        return [Shot("image", each, None) for each in shown]
+        return [Shot("image", self._picture(image, trace), None) for image in images]
 
     def _picture(self, media: Any, trace: Trace | None) -> Any:
-        if kind_of(media) == "image":
+        if kind_of(media := rereadable(media)) == "image":
             return read_image(media, trace=trace)
         length = f" of {len(media)} frames" if hasattr(media, "__len__") else ""
         if is_encoded(media):
@@ -593,8 +592,7 @@ class VideoQA(VisualQA):
         check_media(self.model, "video")
 
     def _read(self, media: Any, trace: Trace | None = None) -> list[Shot]:
-        media = rereadable(media)
-        if kind_of(media) == "image":
+        if kind_of(media := rereadable(media)) == "image":
             raise MediaError("this is a still picture, not a video: give a video, or take image-qa")
         sampling: dict[str, Any] = {"fps": self.fps} if self.fps else {"frames": self.frames}
         clip = read_video(media, **sampling)
