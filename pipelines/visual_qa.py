@@ -201,8 +201,7 @@ class VisualQA:
             self.check = check
             self.generate = merged(self._own, {})
             check_plain(check, self.decode is not None, self.generate)
-        self.embedded = model is None
-        self.warned = False  # of what is outside the scope of the embedded model
+        self.embedded, self.warned = model is None, False  # of what is outside its scope
         self.reduce: str | Sequence[Spec] | None = specs
         self._spec = reduce  # as the caller wrote it
         self.cache, self.encoder = plan, encoder
