@@ -249,6 +249,8 @@ policy = partial(register, kind="cache", sites=("kv",))
 prefill_method = partial(
     register, kind="prefill", needs=("keys",), sites=("prefill",), adaptive=True
 )
+# By which files enter their methods.
+_ENROLLING = {"register": register, "policy": policy, "prefill_method": prefill_method}
 
 
 def get(name: str, kind: str = "reducer", among: Sequence[Method] = ()) -> Method:
@@ -295,8 +297,8 @@ def listed(kind: str | None = None) -> list[Method]:
 
 def _read(package: str, rows: Methods) -> None:
     """Enter the methods of a package by running the declarations of its files alone."""
-    home, names = Path(__file__).parents[1], {"register": partial(register, into=rows)}
-    names["policy"] = partial(policy, into=rows)
+    home = Path(__file__).parents[1]
+    names = {name: partial(run, into=rows) for name, run in _ENROLLING.items()}
     for path in sorted((home / package.rpartition(".")[2]).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         tree.body = [node for node in tree.body if _hollowed(node)]
@@ -320,7 +322,7 @@ def _hollowed(node: Any) -> bool:
 
 
 def _enrols(call: Any) -> bool:
-    return getattr(getattr(call, "func", None), "id", "") in ("register", "policy")
+    return getattr(getattr(call, "func", None), "id", "") in _ENROLLING
 
 
 def unregister(name: str, kind: str = "reducer") -> None:

@@ -51,7 +51,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A CLIP whose vision side is the tower of the tiny LLaVA."""
     path = tmp_path_factory.mktemp("shared")
     model = save_clip(path, VISION)
-    model.vision_model.load_state_dict(tiny("llava").model.base_model.vision_tower.state_dict())
+    model.vision_model.load_state_dict(build("llava").model.base_model.vision_tower.state_dict())
     model.save_pretrained(path)
     return path
 

@@ -338,7 +338,7 @@ def shrinkable(cache: Any, index: int) -> Any:
 
 
 def nbytes(layer: Any) -> int:
-    """Bytes of the keys and values that a cache layer holds."""
-    if layer.in_packs:
+    """Bytes of the keys and values that a cache layer holds, one of transformers included."""
+    if getattr(layer, "in_packs", False):
         return int(layer.nbytes)
     return int(layer.keys.nbytes + layer.values.nbytes)

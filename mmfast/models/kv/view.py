@@ -31,7 +31,7 @@ from mmfast.models.kv.eviction import Eviction
 from mmfast.models.kv.patterns import SIGNALS
 from mmfast.models.kv.policy import KVStage
 from mmfast.models.reduction.cache_layers import shorten
-from mmfast.models.reduction.call import PassState
+from mmfast.models.reduction.call import PassState, is_static
 from mmfast.models.reduction.sequence import Sequences
 from mmfast.ops.eviction import evict_beside, pooled_votes
 from mmfast.ops.ranking import stable_topk
@@ -135,7 +135,7 @@ class ViewStage(KVStage):
         """Note what a part of a prompt has stored in a layer, beside the layer."""
         layer = cache.layers[index]
         sides = self._sides.setdefault(cache, {})
-        if not sides:
+        if not sides and is_static(cache):  # others are asked when they record what goes
             refuse_uncroppable(cache, self._model)
         side: Any = sides.get(index)
         gone = getattr(layer, "gone", 0)
