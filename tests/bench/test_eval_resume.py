@@ -16,15 +16,14 @@ from cli_runs import run
 import mmfast
 from mmfast.bench import own_data, results
 from mmfast.bench.results import KeptResults, append
-from mmfast.cli import measure
 from mmfast.cli.own_suites import kept_results
 from mmfast.core import registry, source
 from mmfast.core.registry import methods
 from mmfast.core.source import code_of, name_of
 from mmfast.core.spec import parse
 from mmfast.tiny import evaluate
+from mmfast.tiny.names import OWN_SUITES, SUITES
 from mmfast.tiny.stream import present
-from mmfast.tiny.suites import SUITES
 
 ASK = ("eval", "--suite", "image", "--n", "2", "--seed", "5", "--json")
 METHOD = '''"""Keep the first tokens."""
@@ -130,7 +129,7 @@ def test_a_suite_in_one_piece_is_not_asked_again(
     assert run(capsys, *command)[1] == first[1] and asked == [5, 5]
 
 
-@pytest.mark.parametrize("suite", [*SUITES, *measure._OTHERS])
+@pytest.mark.parametrize("suite", [*SUITES, *OWN_SUITES])
 def test_the_default_model_of_a_suite_is_watched(
     suite: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
