@@ -250,7 +250,11 @@ prefill_method = partial(
     register, kind="prefill", needs=("keys",), sites=("prefill",), adaptive=True
 )
 # By which files enter their methods.
-_ENROLLING = {"register": register, "policy": policy, "prefill_method": prefill_method}
+_ENROLLING: Mapping[str, Callable[..., Any]] = {
+    "register": register,
+    "policy": policy,
+    "prefill_method": prefill_method,
+}
 
 
 def get(name: str, kind: str = "reducer", among: Sequence[Method] = ()) -> Method:
