@@ -140,8 +140,9 @@ class Decoders:
         self._parent = ForkServer()
 
     def warm(self) -> None:
-        """Start the fork server."""
-        self._parent.start()
+        """Start the fork server; where it does not start, the input that needs it is told."""
+        with suppress(ApiError):
+            self._parent.start()
 
     async def decode(self, data: bytes, job: dict[str, Any]) -> tuple[Array, dict[str, Any]]:
         """Decode one input; cancellation kills its process.

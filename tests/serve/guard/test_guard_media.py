@@ -31,7 +31,7 @@ from mmfast.frontends.image import read_image
 from mmfast.frontends.video.reader import read_video
 from mmfast.serve.config import ServerConfig
 from mmfast.serve.engine.base import Media
-from mmfast.serve.guard.decoders import Decoders
+from mmfast.serve.guard.decoders import Decoders, ForkServer
 from mmfast.serve.guard.errors import ApiError
 from mmfast.serve.guard.fetch import data_url
 from mmfast.serve.guard.media import decoders, load_media, load_sound
@@ -383,3 +383,18 @@ def test_the_decoding_process_is_light() -> None:
 def test_servers_of_one_process_share_their_decoders() -> None:
     assert decoders(ServerConfig()) is decoders(ServerConfig(max_frames=9))
     assert Image.MAX_IMAGE_PIXELS is not None
+
+
+def test_a_decoder_that_does_not_start_is_told_to_the_input_that_needs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that is stopped while it starts leaves no traceback of its first thread."""
+
+    def dead(self: ForkServer) -> None:
+        raise ApiError(503, "the process that decodes media does not start", code="decoder")
+
+    monkeypatch.setattr(ForkServer, "_ready", dead)
+    made = Decoders(1)
+    made.warm()
+    with pytest.raises(ApiError, match="does not start"):
+        asyncio.run(made.decode(b"x", {"kind": "image", "seconds": 5}))
