@@ -140,7 +140,7 @@ class Decoders:
         self._parent = ForkServer()
 
     def warm(self) -> None:
-        """Start the fork server; where it does not start, the input that needs it is told."""
+        """Start the fork server. If it does not start, the input that needs it is refused."""
         with suppress(ApiError):
             self._parent.start()
 
