@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -66,19 +66,26 @@ def _seconds(run: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor)
     return time.perf_counter() - start
 
 
-@contextmanager
-def few_rows(model: Any, rows: int | None = None) -> Iterator[None]:
-    """Let the linear layers of a decoder and its head compute so what pays.
+class FewRows:
+    """The linear layers of a decoder and its head, in float32 on a CPU; none of a small model."""
 
-    `rows` are those of the pass that comes, None where they vary. Nothing changes for small models,
-    on other devices, and in other dtypes.
-    """
-    layers = _layers(model) if rows is None or rows in ROWS else []
-    pays = paying_rows(torch.get_num_threads()) if layers else frozenset[int]()
-    with ExitStack() as stack:
-        for layer in layers if pays and (rows is None or rows in pays) else ():
-            stack.enter_context(override(layer, "forward", partial(_forward, layer, pays)))
-        yield
+    def __init__(self, model: Any) -> None:
+        self._layers = _layers(model)
+
+    @contextmanager
+    def installed(self, rows: int | None = None) -> Iterator[None]:
+        """Let them compute so what pays; `rows` are those of the pass, None where they vary."""
+        layers = self._layers if rows is None or rows in ROWS else []
+        pays = paying_rows(torch.get_num_threads()) if layers else frozenset[int]()
+        with ExitStack() as stack:
+            for layer in layers if pays and (rows is None or rows in pays) else ():
+                stack.enter_context(override(layer, "forward", partial(_forward, layer, pays)))
+            yield
+
+
+def few_rows(model: Any) -> AbstractContextManager[None]:
+    """Let the layers of a model compute so what pays, whatever rows its passes have."""
+    return FewRows(model).installed()
 
 
 def _layers(model: Any) -> list[nn.Linear]:

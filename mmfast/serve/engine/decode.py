@@ -18,7 +18,7 @@ from mmfast.decoding.sampling import Sampling as Choice
 from mmfast.decoding.sampling import draw, not_finite, process
 from mmfast.decoding.speculation import EXIT
 from mmfast.models.context import placeholders
-from mmfast.models.decoder.few_rows import few_rows
+from mmfast.models.decoder.few_rows import FewRows
 from mmfast.models.wrappers import CONV
 from mmfast.serve.engine.adapters import using
 from mmfast.serve.engine.base import NoTokenError, Reason, SamplingOptions
@@ -170,7 +170,7 @@ class DecodeBatch:
     """
 
     def __init__(self, model: Any, slots: int = 16, lane: Lane | None = None) -> None:
-        self._model = model
+        self._few_rows = FewRows(model)
         self.lane, self.most = lane or Lane(model), slots
         self._table = self.lane.decoder.get_input_embeddings()
         self.chooser = Chooser(model)
@@ -290,7 +290,7 @@ class DecodeBatch:
         attend, given = self.store.attend, (embeds[:, None], positions[..., None])
         if self.store.spread:
             attend, given = self.store.attend_flat, (embeds[None], positions[:, None])
-        with using(self.adapters), few_rows(self._model, len(embeds)):
+        with using(self.adapters), self._few_rows.installed(len(embeds)):
             hidden = self.lane.run(attend, self.store.cache, *given)
             return self.lane.logits(hidden[0] if self.store.spread else hidden[:, -1])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,17 +12,18 @@ from hypothesis import strategies as st
 from text_zoo import prompt, text_model
 from torch import nn
 from torch.nn import functional as F
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mmfast.attach import attach
+from mmfast.models import packing
 from mmfast.models.decoder import few_rows as module
-from mmfast.models.decoder.few_rows import ROWS, few_rows, paying_rows, pieces, product
+from mmfast.models.decoder.few_rows import ROWS, FewRows, few_rows, paying_rows, pieces, product
 
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models count as large, and all numbers of rows as worth it."""
     monkeypatch.setattr(module, "LARGE", 1)
+    monkeypatch.setattr(packing, "SMALL", 64)
     monkeypatch.setattr(module, "paying_rows", lambda threads: frozenset(ROWS))
 
 
@@ -39,17 +41,8 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def model() -> Any:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=2112,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        initializer_range=0.1,
-    )
-    return Qwen2ForCausalLM(config).eval()
+    """A model of the zoo, in float32."""
+    return copy.deepcopy(text_model("qwen2")).float()
 
 
 @settings(deadline=None)
@@ -79,11 +72,11 @@ def test_what_is_no_gain_stays_as_it_is(
 ) -> None:
     """Known other rows, 16 bits, gradients, small models, and where nothing was faster."""
     ids = torch.arange(4)[None]
-    with few_rows(whole := model(), 20), torch.no_grad():
+    with FewRows(whole := model()).installed(20), torch.no_grad():
         whole(ids)
     with few_rows(half := model().bfloat16()), torch.no_grad():
         half(ids)
-    with few_rows(whole):
+    with few_rows(whole.requires_grad_()):
         whole(ids).logits.sum().backward()
     monkeypatch.setattr(module, "paying_rows", lambda threads: frozenset())
     with few_rows(whole), torch.no_grad():
