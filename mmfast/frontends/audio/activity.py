@@ -44,7 +44,7 @@ def _weights() -> dict[str, Tensor]:
         what = "is not installed" if file is None else f"is too old: it has no {_FILE}"
         raise ModelError(
             f"silero-vad {what}: pip install 'mmfast[speech]' (silero-vad>=6.2), or name the "
-            f"simple detector, engine='energy'"
+            f"simple detector, engine='energy' (mmfast talk: --whole, if the file is one question)"
         )
     from safetensors.torch import load_file
 
