@@ -45,6 +45,16 @@ def _parts_of(model: Any) -> dict[str, Any]:
     return {name: stock_model(part) for name, part in found.items()}
 
 
+def refuse_replaced(base: Any, parts: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
+    """Refuse a model in which a part, by name, is not that of the time of `attach`."""
+    for name, part in now.items():
+        if parts.get(name) is not part:
+            raise ModelError(
+                f"{name} of this {type(base).__name__} was replaced after attach(), which acts in "
+                "the old one; detach first, then attach again"
+            )
+
+
 class Attendance:
     """Counts the calls of one attached model, and warns once where its stages find no media.
 
@@ -111,12 +121,7 @@ class Attendance:
 
     def _see(self, kwargs: Mapping[str, Any]) -> None:
         self._trace.calls += 1
-        for name, part in _parts_of(self._model).items():
-            if self._parts.get(name) is not part:
-                raise ModelError(
-                    f"{name} of this {type(self._base).__name__} was replaced after attach(), "
-                    "which acts in the old one; detach first, then attach again"
-                )
+        refuse_replaced(self._base, self._parts, _parts_of(self._model))
         if self._base.training and features_given(kwargs):  # else it would grow with every step
             self._trace.rows.clear()
             self._trace.reductions.clear()
