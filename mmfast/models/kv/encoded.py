@@ -30,7 +30,7 @@ from mmfast.core.trace import Row, Trace
 from mmfast.models.cache_name import cache_of
 from mmfast.models.kv.eviction import hidden, signals_of
 from mmfast.models.kv.notes import COUNTED, TEXT, TOTAL, VISUAL, WINDOW
-from mmfast.models.reduction.attendance import refuse_replaced
+from mmfast.models.reduction.attendance import refuse_export, refuse_replaced
 from mmfast.models.reduction.probe import HIDDEN, bias_of, head_mass, intercepting
 from mmfast.models.wrappers import base_of, decoder_of
 
@@ -125,6 +125,7 @@ class EncodedStage:
         begin: Any = torch.compiler.disable(self._begin)
         with ExitStack() as stack:
             base = base_of(self._model)
+            stack.enter_context(base.register_forward_pre_hook(refuse_export))
             stack.enter_context(base.register_forward_pre_hook(begin, with_kwargs=True))
             for index, module in self._modules.items():
                 enter: Any = torch.compiler.disable(partial(self._enter, index))

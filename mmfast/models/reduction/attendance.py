@@ -45,6 +45,21 @@ def _parts_of(model: Any) -> dict[str, Any]:
     return {name: stock_model(part) for name, part in found.items()}
 
 
+def refuse_export(module: Any, *_: Any) -> None:
+    """Before a call of an attached model, refuse what would record it; compiled code may go on."""
+    _refuse_export(type(module).__name__)
+
+
+@torch.compiler.assume_constant_result  # so that it runs where Dynamo, which compiles, would guess
+def _refuse_export(name: str) -> None:
+    tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
+    if torch.compiler.is_exporting() or tracing():
+        raise ModelError(
+            f"torch.export, torch.onnx and torch.jit.trace of this {name} would keep the choice of "
+            "tokens of one prompt for all; detach first, and export the stock model"
+        )
+
+
 def refuse_replaced(base: Any, parts: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
     """Refuse a model in which a part, by name, is not that of the time of `attach`."""
     for name, part in now.items():
@@ -72,7 +87,6 @@ class Attendance:
         self._encoded = False
         self._encoder = tower_of(model) if adapter_for(model).alone else None
         self._uncompiled: Any = torch.compiler.disable(apply)
-        self._traced: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -100,15 +114,7 @@ class Attendance:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs} if args else kwargs
-        # Dynamo, on which torch.compile runs, takes both for True, and says itself what strict
-        # exports cannot have.
-        exports = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-        if exports or self._traced():
-            raise ModelError(
-                f"torch.export, torch.onnx and torch.jit.trace of this {type(module).__name__} "
-                "would keep the choice of tokens of one prompt for all; detach first, and export "
-                "the stock model"
-            )
+        refuse_export(module)
         ids = kwargs.get("input_ids")
         length = (kwargs["inputs_embeds"] if ids is None else ids).shape[1]
         if torch.compiler.is_compiling():

@@ -204,6 +204,14 @@ def test_parts_that_are_replaced_are_told_of(name: str, what: str) -> None:
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_is_refused(strict: bool) -> None:
+    model, inputs = encoder_decoder("t5"), inputs_of("t5")
+    given = {**inputs, "decoder_input_ids": torch.tensor([[2, 3]]), "use_cache": False}
+    with pytest.raises(ModelError, match="detach first, and exp"), attach(model, cache="knorm:0.5"):
+        torch.export.export(model, (), kwargs=given, strict=strict)
+
+
 def test_a_stage_that_forgot_the_padding_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: padding counts as entries."""
     every = "mmfast.models.kv.encoded._real"
