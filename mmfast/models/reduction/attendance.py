@@ -50,7 +50,6 @@ def refuse_export(module: Any, *_: Any) -> None:
     _refuse_export(type(module).__name__)
 
 
-@torch.compiler.assume_constant_result  # so that it runs where Dynamo, which compiles, would guess
 def _refuse_export(name: str) -> None:
     tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
     if torch.compiler.is_exporting() or tracing():
@@ -58,6 +57,10 @@ def _refuse_export(name: str) -> None:
             f"torch.export, torch.onnx and torch.jit.trace of this {name} would keep the choice of "
             "tokens of one prompt for all; detach first, and export the stock model"
         )
+
+
+# So that it runs where Dynamo, which compiles, would guess.
+torch.compiler.assume_constant_result(_refuse_export)
 
 
 def refuse_replaced(base: Any, parts: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
@@ -104,6 +107,8 @@ class Attendance:
             yield
 
     def _count(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._stages:
+            refuse_export(self._base)
         self._trace.calls += 1
         return stock(*args, **kwargs)
 
