@@ -85,7 +85,10 @@ def chosen(example: str | None, upload: str | None) -> str:
 def opened(shelf: Shelf, example: str | None, upload: str | None, frames: float) -> tuple[str, Any]:
     """The path of what is chosen, and that or its pixels as a pipeline takes it."""
     path = chosen(example, upload)
-    return path, shelf.read(path, int(frames)) if example == OWN else path
+    media, note = shelf.read(path, int(frames)) if example == OWN else (path, "")
+    if note:  # a pipeline has notes of its own on a file
+        gr.Warning(note)
+    return path, media
 
 
 def take(example: str | None, upload: str | None) -> tuple[str, Any]:

@@ -17,8 +17,8 @@ class Shelf:
 
     The model answers about media and, where its family can, watches streams: None (embedded), a
     directory, a hub id, or a `(model, processor)` pair. `read(path, frames=n)` decodes an upload to
-    pixels, apart from this process; None decodes here. `pair` and `speech` are the model with its
-    processor and the speech model where they are loaded already.
+    pixels and a note, apart from this process; None decodes here. `pair` and `speech` are the model
+    with its processor and the speech model where they are loaded already.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Shelf:
         """The directory or hub id of the model."""
         return str(self.model if isinstance(self.model, str) else self.model[0].name_or_path)
 
-    def read(self, path: str, frames: int = FRAMES) -> Any:
-        """Return an upload as a pipeline takes it: its pixels, or the file."""
-        return path if self._read is None else self._read(path, frames=frames)
+    def read(self, path: str, frames: int = FRAMES) -> tuple[Any, str]:
+        """Return an upload as a pipeline takes it: its pixels and a note on them, or the file."""
+        return (path, "") if self._read is None else self._read(path, frames=frames)
 
     def visual(
         self,

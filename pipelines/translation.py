@@ -261,7 +261,12 @@ class SpeechTranslation:
         yield from session.finish()
 
     def dub(
-        self, clip: str | Path, out: str | Path, talker: Any = None, **options: Any
+        self,
+        clip: str | Path,
+        out: str | Path,
+        talker: Any = None,
+        trace: Trace | None = None,
+        **options: Any,
     ) -> list[DubbedSentence]:
         """Write a clip with its sentences spoken in the other language, and subtitles beside it.
 
@@ -269,6 +274,7 @@ class SpeechTranslation:
             clip: A file with pictures and sound.
             out: The new file, an mp4, mkv or mov; subtitles have its name with ".srt".
             talker: As the model of `text-to-speech`.
+            trace: Gets a note on a sound that is cut short.
             **options: As of `text-to-speech`, such as `voice`.
 
         Raises:
@@ -282,7 +288,7 @@ class SpeechTranslation:
             given = speech_options("text-to-speech", talker, options, "speak")
             voice = models.can(models.load_voice(talker, **self._place), "speak")
             silence = self._pace["silence"]
-            return dub(clip, out, self.listener, self.translator, voice, given, silence)
+            return dub(clip, out, self.listener, self.translator, voice, given, silence, trace)
 
     def translate(self, text: Any) -> Any:
         """Translate a whole text, or a list of texts as one batch."""

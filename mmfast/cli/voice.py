@@ -338,8 +338,7 @@ def translate(
     options |= {"policy": policy, "speakers": speakers, "device": device, "dtype": dtype}
     pipe = pipeline("speech-translation", model, listener=listener, **options)
     if out is not None:
-        given = {} if voice is None else {"voice": voice}
-        return print_dubbed(files[0], out, pipe.dub(files[0], out, talker, **given), as_json)
+        return print_dubbed(pipe, files[0], out, talker, voice, as_json)
     if not stream:
         return print_translated(pipe, files, text, as_json)
     if text:
@@ -377,39 +376,49 @@ def print_translated(pipe: Any, files: Sequence[str], text: str | None, as_json:
         if not as_json:
             print(each["text"])
         if noted := _unknown(each["unknown"]):
-            each["notes"] = [*each.get("notes", ()), noted]
+            each["notes"] = [*each.get("notes", ()), *noted]
     if as_json:
         print_json(found if len(found) > 1 else found[0])
 
 
 def _row(path: str, notes: Sequence[str], found: Any) -> dict[str, Any]:
     """Return the document of a recording with all that was noted of it; say where it is silent."""
-    from mmfast.cli.output import say_note
-
     document = {"file": path, **found.to_dict()}
-    silent = "" if document["text"].strip() else f"nothing is heard in {path!r}"
-    say_note(silent)
-    noted = [*notes, *document.pop("notes", ()), *filter(None, [silent])]
+    noted = [*notes, *document.pop("notes", ()), *_silent(path, document["text"])]
     return document | ({"notes": noted} if noted else {})
 
 
-def _unknown(words: Sequence[str]) -> str:
-    """Say which words a translator does not know, and return that line, or ""."""
+def _silent(path: str, heard: str) -> list[str]:
+    return _said("" if heard.strip() else f"nothing is heard in {path!r}")
+
+
+def _unknown(words: Sequence[str]) -> list[str]:
+    return _said(f"the translator does not know: {', '.join(words)}" if words else "")
+
+
+def _said(note: str) -> list[str]:
+    """Say a line, and return it where there is one."""
     from mmfast.cli.output import say_note
 
-    told = f"the translator does not know: {', '.join(words)}" if words else ""
-    say_note(told)
-    return told
+    say_note(note)
+    return [note] if note else []
 
 
-def print_dubbed(clip: str, out: str, sentences: Sequence[Any], as_json: bool) -> None:
-    """Print the sentences of a clip that was written in another language."""
+def print_dubbed(
+    pipe: Any, clip: str, out: str, talker: str | None, voice: str | None, as_json: bool
+) -> None:
+    """Write a clip in another language, and print its sentences and what is noted of them."""
     from mmfast.cli.output import print_json
+    from mmfast.core.trace import Trace
     from mmfast.voice.dubbing import clock
 
-    rows = [each.to_dict() for each in sentences]
+    trace, given = Trace(), {} if voice is None else {"voice": voice}
+    rows = [each.to_dict() for each in pipe.dub(clip, out, talker, trace, **given)]
+    heard = " ".join(row["heard"] for row in rows)
+    notes = [*trace.notes, *_silent(clip, heard), *_unknown(pipe.translator.unknown(heard))]
     if as_json:
-        return print_json({"file": clip, "out": out, "sentences": rows})
+        noted = {"notes": notes} if notes else {}
+        return print_json({"file": clip, "out": out, "sentences": rows, **noted})
     for row in rows:
         print(f"{clock(row['at'], '.')}  {row['text']}")
 

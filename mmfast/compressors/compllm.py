@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmfast.compressors.base import Compressor
+from mmfast.core.errors import ModelError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
@@ -37,6 +38,9 @@ class CompLLM(Compressor, name="compllm"):
     ) -> None:
         super().__init__()
         known = {name: [int(size) for size in shape] for name, shape in shapes.items()}
+        most = max((min(shape) for shape in known.values()), default=rank)
+        if rank > most:
+            raise ModelError(f"a LoRA of rank {rank} is wider than all layers; give up to {most}")
         self.config = {"width": width, "tokens": tokens, "shapes": known}
         self.config |= {"segment": segment, "rank": rank, "alpha": alpha}
         self.rate, self.segment, self.scale = tokens, segment, alpha / rank

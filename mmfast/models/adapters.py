@@ -24,7 +24,7 @@ def with_lora(model: Any, rank: int, scale: float = 2.0) -> Any:
     """Put LoRA into all linear layers of a model's decoder; nothing else of it learns then.
 
     Returns the model of peft around it; `scale` is the factor of what the matrices add. ModelError:
-    no peft, no rank, or a decoder without linear layers.
+    no peft, a rank that no layer has, or a decoder without linear layers.
     """
     if rank < 1:
         raise ModelError(f"a LoRA of rank {rank} learns nothing; give a rank from 1 on, such as 16")
@@ -34,15 +34,15 @@ def with_lora(model: Any, rank: int, scale: float = 2.0) -> Any:
         raise ModelError(_PEFT) from None
     stock = stock_model(model)
     decoder = decoder_of(stock)
-    leaves = {
-        name.rpartition(".")[2]
-        for name, layer in decoder.named_modules()
-        if isinstance(layer, nn.Linear)
-    }
+    linear = {n: layer for n, layer in decoder.named_modules() if isinstance(layer, nn.Linear)}
+    leaves = {name.rpartition(".")[2] for name in linear}
     if not leaves:
         raise ModelError(
             f"the {type(decoder).__name__} of {type(stock).__name__} has no linear layer for a LoRA"
         )
+    most = max(min(layer.in_features, layer.out_features) for layer in linear.values())
+    if rank > most:
+        raise ModelError(f"a LoRA of rank {rank} is wider than all layers; give up to {most}")
     home = next(name for name, module in stock.named_modules() if module is decoder)
     inside = rf"{re.escape(home)}\..*" if home else ".*"
     names = rf"{inside}\b({'|'.join(sorted(leaves))})"

@@ -180,6 +180,13 @@ def _number(kind: type[int] | type[float], least: int, text: str) -> float:
     return value
 
 
+def _rate(text: str) -> float:
+    value = _number(float, 0, text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate of learning; give 0.001 or so")
+    return value
+
+
 def _present(text: str) -> Path:
     if not text or not Path(text).exists():
         raise argparse.ArgumentTypeError(f"{text!r} does not exist; name a file or folder")
@@ -189,7 +196,8 @@ def _present(text: str) -> Path:
 class RecipeParser(argparse.ArgumentParser):
     """Parser of the module with a docstring; its numbers are finite and not below 0.
 
-    The type `count` is an integer from 1 on, `present` a file or folder that exists.
+    The type `count` is an integer from 1 on, `present` a file or folder that exists, and `rate` one
+    of learning, above 0 and up to 1.
     """
 
     def __init__(self, doc: str | None, prog: str | None = None) -> None:
@@ -198,6 +206,7 @@ class RecipeParser(argparse.ArgumentParser):
             self.register("type", kind, partial(_number, kind, 0))
         self.register("type", "count", partial(_number, int, 1))
         self.register("type", "present", _present)
+        self.register("type", "rate", _rate)
 
 
 def one_line(main: Callable[P, T]) -> Callable[P, T]:
@@ -447,7 +456,7 @@ def teach(
 def teach_options(parser: argparse.ArgumentParser, rate: float, steps: int) -> None:
     """Add the options of `teach` and of its task: rate, seed, minutes and steps."""
     add = parser.add_argument
-    add("--rate", type=float, default=rate, help="of learning, at its peak")
+    add("--rate", type="rate", default=rate, help="of learning, at its peak")
     add("--seed", type=int, default=0)
     add("--minutes", type=float, help="time of each training; with none --steps count")
     add("--steps", type=int, default=steps, help="of each training")

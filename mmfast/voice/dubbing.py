@@ -17,6 +17,7 @@ from torch import Tensor
 from mmfast.core.errors import MediaError, MmfastError, unknown
 from mmfast.core.files import whole_file
 from mmfast.core.speech import Listener, Speaker
+from mmfast.core.trace import Trace
 from mmfast.frontends.audio.reader import load_audio
 from mmfast.frontends.audio.turns import TurnCutter
 from mmfast.models.translation import AnyTranslator
@@ -68,6 +69,7 @@ def dub(
     talker: Speaker,
     options: Mapping[str, Any] | None = None,
     silence: float = 0.5,
+    trace: Trace | None = None,
 ) -> list[DubbedSentence]:
     """Write a clip with its sentences in the other language, and subtitles beside it.
 
@@ -79,13 +81,14 @@ def dub(
         talker: What speaks.
         options: Of the talker, such as a voice.
         silence: Seconds of silence that end a sentence.
+        trace: Notes what of the sound was not heard.
 
     Raises:
         MediaError: The clip has no pictures or no sound.
         MmfastError: `out` cannot be written, has another suffix, or is the clip itself.
     """
     check_target(Path(clip), Path(out))
-    sound = load_audio(str(clip), RATE)
+    sound = load_audio(str(clip), RATE, trace=trace)
     seconds, rate = len(sound) / RATE, talker.sample_rate
     spoken = list[tuple[float, float, str, str, Tensor]]()
     for start, end, pcm in sentences_of(sound, silence):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -213,15 +214,18 @@ def test_a_cache_that_needs_masks_of_its_own_goes_on_attached_alone(
             "attention_mask": torch.cat([mask, mask.new_ones(rows, several)], 1),
         }
         want = model(**more, past_key_values=whole).logits
-    branch = copy.deepcopy(cache)
-    for mine in (cache, branch):
+        saved = pickle.dumps(cache)
+        copies = [copy.deepcopy(cache), pickle.loads(saved)]
+        copies.append(copy.deepcopy(copies[0]))
+    for mine in (cache, *copies, copy.deepcopy(cache), pickle.loads(saved)):
         with torch.no_grad(), pytest.raises(ModelError, match=r"go on inside attach\(…\)"):
             model(**more, past_key_values=mine)
         with torch.no_grad(), attach(model, cache=spec):
             assert torch.equal(model(**more, past_key_values=mine).logits, want)
 
 
-def test_a_copy_goes_on_in_a_compiled_step() -> None:
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_goes_on_in_a_compiled_step(copied: Any) -> None:
     """Its first call under an attachment may be one that no hook sees."""
     model, inputs = text_model("llama"), padded([prompt(24, 0), prompt(15, 1)])
     with torch.no_grad(), attach(model, cache="snapkv:0.5"):
@@ -231,7 +235,7 @@ def test_a_copy_goes_on_in_a_compiled_step() -> None:
             "input_ids": prompt(1, 5).expand(2, -1),
             "attention_mask": torch.cat([mask, mask.new_ones(2, 1)], 1),
         }
-        want = model(**more, past_key_values=copy.deepcopy(cache)).logits
+        want = model(**more, past_key_values=copied(cache)).logits
         step = torch.compile(model, backend="eager")
-        found = step(**more, past_key_values=copy.deepcopy(cache)).logits
+        found = step(**more, past_key_values=copied(cache)).logits
     torch.testing.assert_close(found, want)

@@ -305,6 +305,34 @@ def test_what_cannot_act_says_so() -> None:
         written(model, ids, 2, cache_implementation="static", disable_compile=True)
 
 
+EAGER = ("quest:0.2?page=4&skip=0", "twilight:0.6?base=0.6&page=4&skip=0", "specache:9?group=8")
+
+
+@pytest.mark.parametrize("spec", EAGER)
+def test_eager_attention_tells_the_weights_of_what_was_read(spec: str) -> None:
+    """Of the first layer, whose queries are stock: those of a stock step, the others taken off."""
+    model, inputs = copy.deepcopy(text_model("llama")), padded([prompt(24, 0), prompt(15, 1)])
+    model.set_attn_implementation("eager")
+    both = {"output_attentions": True}
+    new, _, stock = written(model, inputs, 2, **both)
+    with attach(model, cache=spec):
+        same, _, found = written(model, inputs, 3, **both)
+    assert torch.equal(same[:, 0], new[:, 0])  # what the step below reads
+    (whole, *_), layers = stock.attentions[1], found.attentions[1]
+    assert len(layers) == 4 and all(each.shape == whole.shape for each in layers)
+    read = layers[0] > 0
+    assert bool((whole[~read] > 0).any())
+    want = whole * read
+    torch.testing.assert_close(layers[0], want / want.sum(-1, keepdim=True))
+    alone = {name: each[:1] for name, each in inputs.items()}
+    with attach(model, cache=spec):  # and each of several drafts its own
+        _, _, plain = written(model, alone, 8, **both)
+        _, _, drafted = written(model, alone, 8, prompt_lookup_num_tokens=3, **both)
+    for one, other in zip(plain.attentions[1:], drafted.attentions[1:], strict=True):
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a, b[..., : a.shape[-1]])
+
+
 def test_nothing_is_left_behind() -> None:
     model, ids = text_model("llama"), {"input_ids": prompt(LENGTH)}
     stock = written(model, ids, STEPS)[1]

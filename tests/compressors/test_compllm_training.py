@@ -163,10 +163,17 @@ def test_the_command_trains_on_lines_of_json(
     with attach(model, "compllm:2?recent=2") as trace:  # found beside the checkpoint
         model(torch.randint(3, 90, (1, 15)))
     assert trace.rows[0].tokens_out == 1 + 3 + 3
+
+    def fails() -> str:
+        with pytest.raises(SystemExit, match=r"^2$"):
+            runpy.run_path(str(Path(base.__file__).with_name("train.py")), run_name="__main__")
+        return capsys.readouterr().err.splitlines()[-1]
+
+    monkeypatch.setattr("sys.argv", [*told, "--rank", "99999"])
+    assert fails().startswith("error: a LoRA of rank 99999 is wider than all layers; give up to ")
+    monkeypatch.setattr("sys.argv", told)
     data.write_text(json.dumps(row) + "\n")
-    with pytest.raises(SystemExit, match=r"^2$"):
-        runpy.run_path(str(Path(base.__file__).with_name("train.py")), run_name="__main__")
-    assert "has 1 examples; give over 4 lines" in capsys.readouterr().err.splitlines()[-1]
+    assert "has 1 examples; give over 4 lines" in fails()
 
 
 def test_needles_are_right_only_where_the_answer_is() -> None:

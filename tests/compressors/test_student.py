@@ -294,6 +294,7 @@ def _adapter(folder: Path) -> dict[str, torch.Tensor]:
         (["--reduce", SPEC, "--teacher", "fastv@llm2:0.5?tokens=text"], "drops text"),
         (["--reduce", "key_clop:36"], "key_clip"),
         (["--reduce", SPEC, "--lora", "0"], "rank 0"),
+        (["--reduce", SPEC, "--lora", "99999"], "rank 99999 is wider than all layers"),
         (["--reduce", SPEC, "--model", "./nowhere"], "does not exist"),
     ],
 )
@@ -306,7 +307,10 @@ def test_what_cannot_learn_ends_in_one_line(
     assert end.value.code == 2 and text.startswith("error: ") and told in text
 
 
-@pytest.mark.parametrize("words", [["--reduce", SPEC, "--clips", "16"], ["--suite", "video"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--reduce", SPEC, "--clips", "16"], ["--suite", "video"], ["--reduce", SPEC, "--rate", "0"]],
+)
 def test_wrong_arguments_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit) as end:
         recipe.arguments(words)

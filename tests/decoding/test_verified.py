@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from itertools import pairwise, product
 from pathlib import Path
@@ -413,11 +414,16 @@ def test_calls_that_are_not_decoded_so_are_refused_in_one_line() -> None:
             ({"cache_implementation": "static"}, "cache_implementation"),
             ({"output_hidden_states": True}, "output_hidden_states"),
             ({"custom_generate": print}, "both decode"),
-            ({"prompt_lookup_num_tokens": 3}, "assisted"),
+            ({"prompt_lookup_num_tokens": 3}, "an assisted generation"),
         ):
             with pytest.raises(MmfastError, match=words) as found:
                 generate(this, inputs, 4, **more)
             assert "\n" not in str(found.value)
+    draft = attach(this.model, decode="self?reduce=divprune:0.5")
+    with draft, pytest.raises(ModelError, match="needs a cache"):
+        generate(this, inputs, 4, use_cache=False)
+    del draft
+    gc.collect()  # or it would warn as well: its draft has read nothing
     with attach(this.model, decode=SELF):  # which cuts what its draft reads from that cache
         with pytest.raises(ModelError, match="StaticCache cannot; leave out") as found:
             generate(this, inputs, 4, cache_implementation="static")

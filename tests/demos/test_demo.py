@@ -338,11 +338,22 @@ def test_an_upload_is_decoded_apart_and_answered(shelf: Shelf) -> None:
     from mmfast.serve.guard.media import read_upload
 
     path = str(examples.CLIPS / CLIP)
-    pixels = read_upload(path)
+    pixels, note = read_upload(path)
+    assert not note
     assert pixels.shape[0] == 8 and pixels.shape[-1] == 3
     shown = ask.glimpse(shelf, pixels, QUESTION, "evs:0.5", 8)
     assert shown.text == "left" and shown.tokens == 144
-    assert read_upload(str(examples.CLIPS / "picture.jpg")).ndim == 3
+    assert read_upload(str(examples.CLIPS / "picture.jpg"))[0].ndim == 3
+
+
+def test_what_is_not_read_of_an_upload_is_told(tmp_path: Path) -> None:
+    from mmfast.serve.guard.media import read_upload
+
+    page, path = Image.new("RGB", (64, 48)), str(tmp_path / "scan.tiff")
+    page.save(path, save_all=True, append_images=[page])
+    with pytest.warns(UserWarning, match="several pages, of which one is read"):
+        _, pixels = ask.opened(Shelf(read=read_upload), examples.OWN, path, 8)
+    assert pixels.shape == (48, 64, 3)
 
 
 def test_what_is_shown_cannot_become_markup() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,19 @@ def test_what_is_not_causal_stays_dense_and_is_told() -> None:
         got = generate(this, inputs)
     logits_close(got, stock)
     assert any("not causal" in note for note in trace.notes)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_weights_that_are_not_made_are_told_of(family: str) -> None:
+    model, ids = copy.deepcopy(text_model(family)), prompt(40)
+    model.set_attn_implementation("eager")
+    with torch.no_grad(), attach(model, prefill="hip:0.3?least=2&block=4") as trace:
+        model(ids)
+        assert not trace.notes
+        with pytest.warns(UserWarning, match="output_attentions=True gives none"):
+            assert not model(ids, output_attentions=True).attentions
+        assert len(trace.notes) == 1
+        assert len(model(ids[:, :1], output_attentions=True).attentions) == 4  # a step makes them
 
 
 def test_training_stays_dense() -> None:

@@ -337,7 +337,9 @@ def test_a_run_leaves_a_file_and_a_log(tmp_path: Path) -> None:
     assert [row["stage"] for row in rows] == ["untrained", "top-2", "held-out", "saved"]
 
 
-@pytest.mark.parametrize("text", ["--prompts 1", "--layers none", "--layer-s 2 --x 1"])
+@pytest.mark.parametrize(
+    "text", ["--prompts 1", "--layers none", "--layer-s 2 --x 1", "--rate 0", "--rate 9"]
+)
 def test_wrong_arguments_are_refused(text: str) -> None:
     with pytest.raises(SystemExit):
         recipe.arguments(text.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,18 @@ def test_the_command(clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     for argv in (["--talker", "x"], ["--out", str(out), "--policy", "wait:3"]):
         code, text, error = cli_runs.run(capsys, "translate", str(clip), *argv)
         assert code == 2 and not text and len(error.strip().splitlines()) == 1
+
+
+def test_the_command_tells_what_was_not_heard(
+    clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pictures, out = clip.with_name("silent.mp4"), str(tmp_path / "out.mkv")
+    mute, cut = tmp_path / "mute.mp4", tmp_path / "cut.mkv"
+    write_dubbed(pictures, mute, torch.zeros(2 * RATE), RATE)
+    write_dubbed(pictures, cut, load_audio(str(clip), RATE), RATE)
+    cut.write_bytes(cut.read_bytes()[:-2000])
+    for path, words in ((mute, "nothing is heard in"), (cut, "is truncated")):
+        with warnings.catch_warnings(action="ignore"):  # noted in the document
+            code, text, _ = cli_runs.run(capsys, "translate", str(path), "--out", out, "--json")
+        (note,) = json.loads(text)["notes"]
+        assert code == 0 and words in note

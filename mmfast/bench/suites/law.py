@@ -218,7 +218,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=STEPS, help="of every cell")
     add("--batch", type=int, default=BATCH, help="clips of a step")
     add("--questions", type=int, default=10, help="about each of them")
-    add("--rate", type=float, default=3e-3, help="of learning, at its peak")
+    add("--rate", type="rate", default=3e-3, help="of learning, at its peak")
     add("--clips", type=int, default=1256, help="of the bank, held-out ones included")
     add("--held", type=int, default=HELD, help="clips at its end that are never trained on")
     options = parser.parse_args(argv)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationMode
 
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, an
 from mmfast.models.cache_name import returned_cache
 from mmfast.models.decoder.reader import SequenceReader
 
@@ -22,8 +22,8 @@ def check_undrawn(what: str, model: Any, how: Mapping[str, Any]) -> None:
     mode = config.get_generation_mode(how.get("assistant_model"))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.BEAM_SEARCH):
         raise MmfastError(
-            f"{what} counts the likeliest tokens, and this call is a "
-            f"{mode.value.replace('_', ' ')}; give do_sample=False, or drop the check"
+            f"{what} counts the likeliest tokens, and this call is "
+            f"{an(mode.value.replace('_', ' '))}; give do_sample=False, or drop the check"
         )
     if config.cache_implementation not in (None, "dynamic"):
         raise MmfastError(

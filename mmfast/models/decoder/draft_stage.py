@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
 from mmfast.caches.plan import CachePlan
-from mmfast.core.errors import ModelError, SpecError
+from mmfast.core.errors import ModelError, SpecError, an
 from mmfast.core.spec import AUTO, Spec
 from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.decoding.row import Costs
@@ -169,7 +169,8 @@ class DraftSource:
         self._trace = trace
         with ExitStack() as stack:
             if self._draft is not None and self.plan.reduce:
-                stack.enter_context(attach(self._draft, self.plan.reduce))
+                inner = stack.enter_context(attach(self._draft, self.plan.reduce))
+                inner.calls += 1  # the handle of the model itself warns where there are none
             if self._light is not None:
                 stack.enter_context(self._light.installed())
             if self._note:
@@ -304,8 +305,8 @@ class DraftSource:
         spec, mode = f"decode={self.plan.text!r}", config.get_generation_mode()
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise ModelError(
-                f"{spec} takes the likeliest tokens or draws them, and this call is a "
-                f"{mode.value.replace('_', ' ')}; leave out its options, or decode="
+                f"{spec} takes the likeliest tokens or draws them, and this call is "
+                f"{an(mode.value.replace('_', ' '))}; leave out its options, or decode="
             )
         if self.plan.kind == BILD and config.do_sample:
             raise ModelError(

@@ -47,6 +47,7 @@ class _SparseSums(threading.local):
     ms: float = 0.0
     mask: Any = None
     spans: list[tuple[int, int]] | None = None
+    tells: bool = False  # the caller asks for attention weights
 
 
 def check_prefill(plan: PrefillPlan, model: Any) -> None:
@@ -87,12 +88,14 @@ class SparsePrefill:
         with ExitStack() as stack:
             stack.enter_context(substituting(cores))
             enter, leave = map(torch.compiler.disable, (self._enter, self._leave))
-            stack.callback(base.register_forward_pre_hook(enter).remove)
+            stack.callback(base.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(base.register_forward_hook(leave, always_call=True).remove)
             yield
 
-    def _enter(self, *_: Any) -> None:
+    def _enter(self, base: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         local = self._local
+        asked, config = kwargs.get("output_attentions"), base.config
+        local.tells = bool(getattr(config, "output_attentions", False) if asked is None else asked)
         local.heads, local.held, local.read, local.ms = 0, 0.0, 0.0, 0.0
 
     def _leave(self, *_: Any) -> None:
@@ -125,6 +128,11 @@ class SparsePrefill:
             reason = reason or "its mask is not causal"
             self._trace.warn(f"prefill '{self._plan}': a layer attends to all, as {reason}")
             return stock()
+        if self._local.tells:
+            self._trace.warn(
+                f"prefill '{self._plan}' makes no attention weights of a prompt, so that "
+                "output_attentions=True gives none; leave one of the two out"
+            )
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         out = query.new_zeros(len(query), query.shape[1], length, value.shape[-1])

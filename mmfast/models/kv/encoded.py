@@ -30,8 +30,9 @@ from mmfast.core.trace import Row, Trace
 from mmfast.models.cache_name import cache_of
 from mmfast.models.kv.eviction import hidden, signals_of
 from mmfast.models.kv.notes import COUNTED, TEXT, TOTAL, VISUAL, WINDOW
+from mmfast.models.reduction.attendance import refuse_export, refuse_replaced
 from mmfast.models.reduction.probe import HIDDEN, bias_of, head_mass, intercepting
-from mmfast.models.wrappers import decoder_of
+from mmfast.models.wrappers import base_of, decoder_of
 
 _NAMES = ("encoder_attn", "EncDecAttention", "cross_attn")
 _READ = {"x", "values", "kind", "layer", "attn_window", "attn_counted", "attn_sum"}
@@ -48,6 +49,10 @@ def cross_attention(model: Any) -> dict[int, nn.Module]:
     named = decoder_of(model).named_modules() if hasattr(model, "get_decoder") else ()
     found = [module for name, module in named if name.rpartition(".")[2] in _NAMES]
     return {int(module.layer_idx): module for module in found if hasattr(module, "layer_idx")}
+
+
+def _named(modules: Mapping[int, nn.Module]) -> dict[str, nn.Module]:
+    return {f"cross-attention of decoder layer {index}": each for index, each in modules.items()}
 
 
 def check_encoded(
@@ -106,7 +111,7 @@ class EncodedStage:
 
     def __init__(self, model: Any, plan: CachePlan, trace: Trace) -> None:
         self._plan, self._trace = plan, trace
-        self._modules = cross_attention(model)
+        self._model, self._modules = model, cross_attention(model)
         self._kind = TEXT if model.main_input_name == "input_ids" else VISUAL
         self._call = _Call()
 
@@ -117,12 +122,23 @@ class EncodedStage:
             module: torch.compiler.disable(partial(self._attend, index))
             for index, module in self._modules.items()
         }
+        begin: Any = torch.compiler.disable(self._begin)
         with ExitStack() as stack:
+            base = base_of(self._model)
+            stack.enter_context(base.register_forward_pre_hook(refuse_export))
+            stack.enter_context(base.register_forward_pre_hook(begin, with_kwargs=True))
             for index, module in self._modules.items():
                 enter: Any = torch.compiler.disable(partial(self._enter, index))
                 stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
             stack.enter_context(intercepting(arounds))
             yield
+
+    def _begin(self, base: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Before a prompt, refuse a decoder that reads by other modules than those hooked."""
+        cache = cache_of(kwargs)
+        read = isinstance(cache, EncoderDecoderCache) and cache.cross_attention_cache.layers
+        if not any(hasattr(layer, _LEFT) for layer in read or ()):
+            refuse_replaced(base, _named(self._modules), _named(cross_attention(self._model)))
 
     def _enter(self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._trace.calls += index == min(self._modules)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import ModelError
@@ -34,6 +35,8 @@ from mmfast.models.reduction.probe import Around, intercepting
 from mmfast.models.reduction.sequence import Sequences
 from mmfast.ops.pages import selected, selected_attention, selected_bias
 
+# What an attention function returns: outputs, and the weights where it makes them (eager).
+_Answer = tuple[Tensor, Tensor | None]
 _HIDDEN = -1e4  # an addend below this hides an entry, in half precision as well
 
 
@@ -69,6 +72,13 @@ class Part:
         if self.where is not None:
             return mine.index_select(2, self.where.to(x.device))
         return mine[:, :, self.start :] if self.start else mine
+
+    def spread(self, weights: Tensor, index: Tensor, n: int) -> Tensor:
+        """Attention `[b, Hq, 1, m]` to entries `index` `[b, H, m]` over all n, 0 if not read."""
+        index = index.repeat_interleave(weights.shape[1] // index.shape[1], 1)
+        index = index + self.start if self.where is None else self.where.to(index.device)[index]
+        zeros = weights.new_zeros(*weights.shape[:3], n)
+        return zeros.scatter_add(3, index[:, :, None], weights)  # fillers weigh nothing
 
     def bias(self, bias: Tensor | None) -> Tensor | None:
         """The addend `[b, 1 or Hq, n]` to the logits of these rows."""
@@ -265,25 +275,25 @@ class Selection:
         self._continue(layer)
 
         def stock(*given: Any) -> Any:
-            return call(module, *given, *args, **kwargs)[0]
+            return call(module, *given, *args, **kwargs)
 
         kind = str(getattr(getattr(module, "config", None), "_attn_implementation", ""))
         plain = kind == "sdpa" and not any(kwargs.get(name) is not None for name in _OWN)
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        length, found = query.shape[2], list[Tensor]()
+        length, found = query.shape[2], list[_Answer]()
         for turn in range(length):  # each draft chooses for itself
             n = key.shape[2] - length + turn + 1
             asked = Asked(index, turn, length, layer, stock, kind, plain, scale)
             both = key[:, :, :n], value[:, :, :n]
             mask = _mask_of(attention_mask, turn, length, n)
             found.append(self._answer(asked, query[:, :, turn : turn + 1], *both, mask))
-        return (found[0] if length == 1 else torch.cat(found, 1)), None
+        return found[0] if length == 1 else _joined(found, 1, 2, key.shape[2])
 
     def _answer(
         self, asked: Asked, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """Outputs `[B, 1, Hq, d]` of one query per row."""
+    ) -> _Answer:
+        """Outputs `[B, 1, Hq, d]` and weights `[B, Hq, 1, n]` of one query per row."""
         parts = self._parts(mask, len(key), query.device)
         choices = [self._chosen(asked, part, query, part.of(key)) for part in parts]
         token = (key.shape[-1] + value.shape[-1]) * key.element_size()
@@ -296,9 +306,9 @@ class Selection:
             if self._selector.host:
                 count, ms = key.numel() // key.shape[-1], (time.perf_counter() - begin) * 1e3
                 self._count_fetched(count, count, token, ms)
-            whole: Tensor = asked.stock(query, *both, mask)
+            whole: _Answer = asked.stock(query, *both, mask)
             return whole
-        bias, outputs = _bias(mask), list[Tensor]()
+        bias, outputs = _bias(mask), list[_Answer]()
         for part, choice in zip(parts, choices, strict=True):
             keys, values = part.of(key), part.of(value)
             index, real = _entries(choice, keys, query.device)
@@ -309,8 +319,10 @@ class Selection:
             if self._selector.host:
                 both = self._brought(asked, part, choice, index, *both)
             mine = query[part.rows], *both, index, real, part.bias(bias)
-            outputs.append(self._read(asked, *mine))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            output, weights = self._read(asked, *mine)
+            weights = None if weights is None else part.spread(weights, index, key.shape[2])
+            outputs.append((output, weights))
+        return outputs[0] if len(outputs) == 1 else _joined(outputs, 0, 0, key.shape[2])
 
     def _brought(
         self,
@@ -366,7 +378,7 @@ class Selection:
         index: Tensor,
         real: Tensor | None,
         bias: Tensor | None,
-    ) -> Tensor:
+    ) -> _Answer:
         """Attention to the chosen entries, by the stock function where it does more than sdpa.
 
         Of entries in host memory, `keys` and `values` are the chosen ones.
@@ -374,12 +386,12 @@ class Selection:
         host = self._selector.host
         if asked.plain and not host:
             read = partial(selected_attention, query, keys, values, index)
-            return read(real=real, bias=bias, scale=asked.scale).transpose(1, 2)
+            return read(real=real, bias=bias, scale=asked.scale).transpose(1, 2), None
         mask = selected_bias(index, real, bias, query, keys.shape[1])
         if asked.plain:
             added = None if mask is None else mask.flatten(1, 2)
             read = partial(selected_attention, query, keys, values, bias=added)
-            return read(scale=asked.scale).transpose(1, 2)
+            return read(scale=asked.scale).transpose(1, 2), None
         if mask is not None and asked.kind != "eager":
             raise ModelError(
                 f"heads or rows read different numbers of entries under cache '{self._plan}', "
@@ -388,7 +400,7 @@ class Selection:
         if mask is not None:
             mask = mask.flatten(1, 2)[:, :, None].clamp_min(torch.finfo(query.dtype).min)
         both = (keys, values) if host else selected(keys, values, index)
-        found: Tensor = asked.stock(query, *both, mask)
+        found: _Answer = asked.stock(query, *both, mask)
         return found
 
     def _memory(self, layer: Any, part: Part) -> dict[str, Any]:
@@ -488,6 +500,14 @@ def _kinds(layer: Any, part: Part, n: int, device: torch.device) -> Tensor:
     """Kinds `[n]` of the entries of a row."""
     kinds = fill(layer)[KIND][part.rows.start, 0].to(device).long()
     return (kinds[part.start :] if part.where is None else kinds[part.where.to(device)])[:n]
+
+
+def _joined(answers: Sequence[_Answer], rows: int, width: int, n: int) -> _Answer:
+    """Outputs beside one another in dim `rows`, their weights over n entries in dim `width`."""
+    weights = [F.pad(each, (0, n - each.shape[3])) for _, each in answers if each is not None]
+    all_of_them = len(weights) == len(answers)
+    outputs = torch.cat([output for output, _ in answers], rows)
+    return outputs, torch.cat(weights, width) if all_of_them else None
 
 
 _OWN = ("softcap", "s_aux", "position_bias")  # what some families add to attention

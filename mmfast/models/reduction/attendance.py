@@ -45,6 +45,34 @@ def _parts_of(model: Any) -> dict[str, Any]:
     return {name: stock_model(part) for name, part in found.items()}
 
 
+def refuse_export(module: Any, *_: Any) -> None:
+    """Before a call of an attached model, refuse what would record it; compiled code may go on."""
+    _refuse_export(type(module).__name__)
+
+
+def _refuse_export(name: str) -> None:
+    tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
+    if torch.compiler.is_exporting() or tracing():
+        raise ModelError(
+            f"torch.export, torch.onnx and torch.jit.trace of this {name} would keep the choice of "
+            "tokens of one prompt for all; detach first, and export the stock model"
+        )
+
+
+# So that it runs where Dynamo, which compiles, would guess.
+torch.compiler.assume_constant_result(_refuse_export)
+
+
+def refuse_replaced(base: Any, parts: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
+    """Refuse a model in which a part, by name, is not that of the time of `attach`."""
+    for name, part in now.items():
+        if parts.get(name) is not part:
+            raise ModelError(
+                f"{name} of this {type(base).__name__} was replaced after attach(), which acts in "
+                "the old one; detach first, then attach again"
+            )
+
+
 class Attendance:
     """Counts the calls of one attached model, and warns once where its stages find no media.
 
@@ -62,7 +90,6 @@ class Attendance:
         self._encoded = False
         self._encoder = tower_of(model) if adapter_for(model).alone else None
         self._uncompiled: Any = torch.compiler.disable(apply)
-        self._traced: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -80,6 +107,8 @@ class Attendance:
             yield
 
     def _count(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._stages:
+            refuse_export(self._base)
         self._trace.calls += 1
         return stock(*args, **kwargs)
 
@@ -90,15 +119,7 @@ class Attendance:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs} if args else kwargs
-        # Dynamo, on which torch.compile runs, takes both for True, and says itself what strict
-        # exports cannot have.
-        exports = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-        if exports or self._traced():
-            raise ModelError(
-                f"torch.export, torch.onnx and torch.jit.trace of this {type(module).__name__} "
-                "would keep the choice of tokens of one prompt for all; detach first, and export "
-                "the stock model"
-            )
+        refuse_export(module)
         ids = kwargs.get("input_ids")
         length = (kwargs["inputs_embeds"] if ids is None else ids).shape[1]
         if torch.compiler.is_compiling():
@@ -111,12 +132,7 @@ class Attendance:
 
     def _see(self, kwargs: Mapping[str, Any]) -> None:
         self._trace.calls += 1
-        for name, part in _parts_of(self._model).items():
-            if self._parts.get(name) is not part:
-                raise ModelError(
-                    f"{name} of this {type(self._base).__name__} was replaced after attach(), "
-                    "which acts in the old one; detach first, then attach again"
-                )
+        refuse_replaced(self._base, self._parts, _parts_of(self._model))
         if self._base.training and features_given(kwargs):  # else it would grow with every step
             self._trace.rows.clear()
             self._trace.reductions.clear()

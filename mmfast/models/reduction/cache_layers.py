@@ -12,6 +12,8 @@ moved in front of what the layer holds.
 # ruff: noqa: D102 (methods of transformers are documented there)
 from __future__ import annotations
 
+import uuid
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -255,6 +257,58 @@ def claim(cache: Any) -> None:
             if mixin is OrphanLayer:  # nothing has adopted it since
                 cache.layers[index] = _blank(kind)
                 cache.layers[index].__dict__ = layer.__dict__
+
+
+class CacheSet:
+    """Caches that one attachment has met, and copies of them, which no hook sees at first."""
+
+    def __init__(self) -> None:
+        self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.key = uuid.uuid4().hex
+        _SETS[self.key] = self
+
+    def meet(self, cache: Any) -> None:
+        """Take in the cache of a call, if it has one."""
+        if cache is not None and cache not in self.caches:
+            claim(cache)
+            cache.__dict__[_MEMBER] = _Member(cache, self)
+
+    def release(self) -> None:
+        """Release all of them, as the attachment ends."""
+        _SETS.pop(self.key, None)
+        for cache in list(self.caches):
+            cache.__dict__.pop(_MEMBER, None)
+            release(cache)
+
+
+class _Member:
+    """Takes a copy of its cache into the same set; stands behind the layers, copied before it."""
+
+    def __init__(self, cache: Any, caches: CacheSet) -> None:
+        self._cache, self._set = weakref.ref(cache), caches
+        caches.caches.add(cache)
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> _Member | None:
+        copied = memo.get(id(self._cache()))
+        return None if copied is None else _Member(copied, self._set)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        cache: Any = self._cache()
+        return _unpickled, (cache, cache.layers, self._set.key)
+
+
+_SETS: weakref.WeakValueDictionary[str, CacheSet] = weakref.WeakValueDictionary()
+_MEMBER = "_mmfast_member"
+
+
+def _unpickled(cache: Any, layers: list[Any], key: str) -> _Member | None:
+    """Take in a cache that is not whole yet, or release it where its attachment is gone."""
+    caches = _SETS.get(key)
+    if caches is not None:
+        return _Member(cache, caches)
+    cache.layers = layers
+    release(cache)
+    return None
 
 
 def _needs(layer: Any) -> int | None:

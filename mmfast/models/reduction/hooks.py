@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -22,7 +21,7 @@ from mmfast.models.families.adapter import adapter_for
 from mmfast.models.families.prompt_ids import alike_ids, ids_of, prompt_ids, told_by_generate
 from mmfast.models.patching import override, stand_before, stand_behind
 from mmfast.models.reduction.bypass import Bypass
-from mmfast.models.reduction.cache_layers import claim, held, release
+from mmfast.models.reduction.cache_layers import CacheSet, held
 from mmfast.models.reduction.call import (
     Arming,
     Call,
@@ -117,7 +116,7 @@ class Hooks:
         self._context = ContextReader(model, knobs[0]) if knobs else None
         self._loss = RemainderLoss(model, state)
         self._pools = type(model).__name__.endswith(CLASSIFIER)
-        self._caches: weakref.WeakSet[Any] = weakref.WeakSet()  # that this attachment has met
+        self._caches = CacheSet()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -126,7 +125,7 @@ class Hooks:
         before = [spec for site in self._sites if not site.deep for spec in site.specs]
         needs = {need for spec in before if not spec.whole for need in spec.method.needs}
         with ExitStack() as stack:
-            stack.callback(self._release)
+            stack.callback(self._caches.release)
             stack.enter_context(told_by_generate(self._model))
             if self._prompts is not None and self._tracks:
                 stack.enter_context(self._prompts.told_by_generate(self._model))
@@ -145,15 +144,6 @@ class Hooks:
                 around = self._deepstack
                 stack.enter_context(override(self._text, "_deepstack_process", around))
             yield
-
-    def _meet(self, cache: Any) -> None:
-        if cache is not None and cache not in self._caches:
-            claim(cache)
-            self._caches.add(cache)
-
-    def _release(self) -> None:
-        for cache in list(self._caches):
-            release(cache)
 
     def _on_layers(self) -> AbstractContextManager[None]:
         keep = self._keep if self._looks and self._text is not self._base else None
@@ -217,7 +207,7 @@ class Hooks:
 
     def _open(self, kwargs: dict[str, Any]) -> None:
         cache = layered_cache_of(kwargs)
-        self._meet(cache)
+        self._caches.meet(cache)
         if kwargs.get(FEATURES) and not takes_features(self._base):
             raise no_features(self._base)
         if self._text.training:
@@ -248,7 +238,7 @@ class Hooks:
 
     def _close(self, output: Any) -> None:
         self._arming.end()
-        self._meet(returned_cache(output))
+        self._caches.meet(returned_cache(output))
         if self._offsets is not None:
             self._offsets.store(returned_cache(output))
             self._offsets.forget()

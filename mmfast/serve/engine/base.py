@@ -41,6 +41,7 @@ class Message:
     content: tuple[str | Media, ...]
     # what else the chat template reads of it: `tool_calls`, `tool_call_id`, `name`
     more: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # on what was not heard of the sounds that its texts were
 
     @property
     def chat(self) -> dict[str, Any]:

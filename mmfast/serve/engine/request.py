@@ -64,9 +64,10 @@ class ActiveRequest:
         # reserve: most tokens whose keys and values the request may hold behind its prompt,
         # piece: those of the prompt while it is read
         self.cached = self.reserve = self.piece = 0
-        parts = (part for turn in request.messages for part in turn.content)
         # remarks that stand in the trace before those of the stages
-        self.notes = [part.note for part in parts if isinstance(part, Media) and part.note]
+        self.notes = [note for turn in request.messages for note in turn.notes]
+        parts = (part for turn in request.messages for part in turn.content)
+        self.notes += [part.note for part in parts if isinstance(part, Media) and part.note]
         self.length = 0  # tokens of the prompt, where the processor has run in this process
         # the last event was sent; the receiver of the events raised an exception
         self.over = self.broken = False

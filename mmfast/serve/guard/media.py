@@ -71,9 +71,8 @@ async def load_media(
             param,
         )
     if isinstance(mended := facts.get("mended"), int) and mended > 0:
-        logger.warning("a clip has %d frames without a later time: they were spread", mended)
-    if note := facts.get("note", ""):
-        logger.warning("%s", note)
+        facts["note"] = f"a clip has {mended} frames without a later time: they were spread"
+    note = _told(facts)
     if facts.get("reduced"):
         sampling = f":{pixels.shape}"
     shot = Shot(kind, pixels, facts.get("metadata"))
@@ -96,12 +95,12 @@ async def load_sound(
     format: str | None = None,
     rate: int = 16_000,
     param: str | None = None,
-) -> tuple[Tensor, int]:
+) -> tuple[Tensor, int, str]:
     """Decode a sound that a client sent, such as the `data` of an `input_audio` part.
 
     `source` is base64, or as for `load_media`. Returns samples `[n]` float32 in -1..1 at `rate`
-    samples per second, and that rate. `ApiError` is 4xx for a wrong source, and 429 if too many
-    wait.
+    samples per second, that rate, and a note on what of it was not heard, or "". `ApiError` is 4xx
+    for a wrong source, and 429 if too many wait.
     """
     if isinstance(source, str) and ":" not in source[:16]:
         source = await asyncio.to_thread(decode_base64, source, config.max_body_bytes, param)
@@ -114,9 +113,17 @@ async def load_sound(
     check_claim(claimed, found, "sound", param)
     samples, facts = await _decode(data, _job("sound", config), config, param)
     if facts.get("cut"):
-        logger.warning("a sound is shorter than its header says: it is heard up to its end")
+        facts["note"] = "a sound is shorter than its header says: it is heard up to its end"
     pcm = await asyncio.to_thread(_resampled, samples, facts["runs"], rate)
-    return pcm, rate
+    return pcm, rate, _told(facts)
+
+
+def _told(facts: dict[str, Any]) -> str:
+    """Return the note on an input, and log it."""
+    note = str(facts.get("note", ""))
+    if note:
+        logger.warning("%s", note)
+    return note
 
 
 def _resampled(samples: Any, runs: list[list[int]], rate: int) -> Tensor:
@@ -206,10 +213,13 @@ def decoders(config: ServerConfig) -> Decoders:
         return _shared[key]
 
 
-def read_upload(path: str, config: ServerConfig | None = None, frames: int | None = None) -> Any:
+def read_upload(
+    path: str, config: ServerConfig | None = None, frames: int | None = None
+) -> tuple[Any, str]:
     """Decode an uploaded file in a process with limits, as the server decodes those of clients.
 
-    Returns pixels of a clip `[T, H, W, 3]` or an image `[H, W, 3]`.
+    Returns pixels of a clip `[T, H, W, 3]` or an image `[H, W, 3]`, and a note on what of it was
+    not read, or "".
     """
     given = ServerConfig() if config is None else config
     data, kind = Path(path).read_bytes(), kind_of(path)
@@ -217,7 +227,7 @@ def read_upload(path: str, config: ServerConfig | None = None, frames: int | Non
         media = asyncio.run(load_media(data, kind, given, frames=frames))
     except ApiError as error:
         raise MediaError(str(error)) from None
-    return media.shot.pixels
+    return media.shot.pixels, media.note
 
 
 @atexit.register

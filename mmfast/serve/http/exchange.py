@@ -58,6 +58,7 @@ class Reader:
         # encodings under other arguments of the processor are not reused
         self._variant = f":{sorted(processor.items())}" if processor else ""
         self._heard: dict[tuple[int, int], str] = {}
+        self._notes: dict[tuple[int, int], str] = {}
         self.seconds = 0.0
 
     @property
@@ -102,7 +103,9 @@ class Reader:
     async def _message(self, given: Any, number: int) -> base.Message:
         role: base.Role = "system" if given.role == "developer" else given.role
         parts = (self._part(part, (number, i)) for i, part in enumerate(parts_of(given)))
-        return base.Message(role, await _gathered(parts), _more(given))
+        content = await _gathered(parts)
+        notes = (note for (at, _), note in sorted(self._notes.items()) if at == number)
+        return base.Message(role, content, _more(given), tuple(notes))
 
     async def _part(self, part: Any, place: tuple[int, int]) -> str | base.Media:
         if _is_text(part):
@@ -148,11 +151,13 @@ class Reader:
     async def _words(
         self, sound: str, place: tuple[int, int], param: str, kind: str | None = None
     ) -> str:
-        heard, seconds = await transcribed(self._service, sound, param, kind)
+        heard, seconds, note = await transcribed(self._service, sound, param, kind)
         if not heard:
             raise MmfastError("no word was understood in the sound; speak louder, or send text")
         self.seconds += seconds
         self._heard[place] = heard
+        if note:
+            self._notes[place] = note
         return heard
 
 
@@ -177,16 +182,16 @@ def words_of(voice: Any, pcm: Any, rate: int, asks: bool = True) -> str:
 
 async def transcribed(
     service: Service, sound: str | bytes, param: str, kind: str | None = None, asks: bool = True
-) -> tuple[str, float]:
-    """Return the words of a recording, base64, a URL or its bytes, and its length in seconds.
+) -> tuple[str, float, str]:
+    """Return the words of a recording, base64, a URL or its bytes, its seconds, and a note or "".
 
-    There are none where nobody speaks. A text that `asks` is written as a question, any other only
-    if it begins like one.
+    There are no words where nobody speaks. A text that `asks` is written as a question, any other
+    only if it begins like one.
     """
-    pcm, rate = await load_sound(sound, service.config, format=kind, param=param)
+    pcm, rate, note = await load_sound(sound, service.config, format=kind, param=param)
     voice = await service.voice()
     heard = await service.in_voice_thread(partial(words_of, voice, pcm, rate, asks))
-    return heard, len(pcm) / rate
+    return heard, len(pcm) / rate, note
 
 
 def parts_of(message: Any) -> list[Any]:

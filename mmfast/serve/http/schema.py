@@ -503,10 +503,11 @@ class TextCompletion(BaseModel):
 
 
 class Transcription(BaseModel):
-    """The words of a recording, and its length."""
+    """The words of a recording, and its length; `mmfast` has notes on what was not heard of it."""
 
     text: str
     usage: dict[str, Any]
+    mmfast: dict[str, list[str]] | None = None
 
 
 class ModelCard(BaseModel):

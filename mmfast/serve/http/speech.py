@@ -221,11 +221,11 @@ async def transcriptions(
         work = _by_segments(service, data, response_format, stream, headers)
         return await while_connected(http.receive, work)
     plain = transcribed(service, data, "file", asks=False)
-    words, seconds = await while_connected(http.receive, plain)
+    words, seconds, note = await while_connected(http.receive, plain)
     if response_format == "text":
         return PlainTextResponse(f"{words}\n", headers=headers)
     usage = {"type": "duration", "seconds": math.ceil(seconds)}
-    return JSONResponse({"text": words, "usage": usage}, headers=headers)
+    return JSONResponse({"text": words, "usage": usage, **_noted(note)}, headers=headers)
 
 
 @router.post(
@@ -268,7 +268,7 @@ def _checked(model: str, known: Sequence[str], form: str, stream: bool) -> None:
 async def _translated(
     service: Service, data: bytes, form: str, stream: bool, headers: dict[str, str], speakers: int
 ) -> Response:
-    pcm, rate = await load_sound(data, service.config, param="file")
+    pcm, rate, note = await load_sound(data, service.config, param="file")
     translator = await service.translator()
     ear = None if speakers == 1 else await service.ear_for_two()
 
@@ -280,7 +280,7 @@ async def _translated(
     language = "velda" if service.config.translator is None else "unknown"
     task = "translate", language
     found = sentences() if ear is None else _of_two(service, ear, translator, pcm, rate)
-    return await _reply(found, len(pcm) / rate, form, stream, headers, task)
+    return await _reply(found, (len(pcm) / rate, note), form, stream, headers, task)
 
 
 async def _of_two(
@@ -319,47 +319,55 @@ async def _by_segments(
     service: Service, data: bytes, form: str, stream: bool, headers: dict[str, str]
 ) -> Response:
     """Write a recording down in a format that tells times, or as a stream."""
-    pcm, rate = await load_sound(data, service.config, param="file")
+    pcm, rate, note = await load_sound(data, service.config, param="file")
     embedded = (service.config.listener or service.config.speech) is None
     task = "transcribe", "english" if embedded else "unknown"
     found = segments(service, pcm, rate)
-    return await _reply(found, len(pcm) / rate, form, stream, headers, task)
+    return await _reply(found, (len(pcm) / rate, note), form, stream, headers, task)
 
 
 async def _reply(
     found: AsyncGenerator[dict[str, Any]],
-    seconds: float,
+    sound: tuple[float, str],
     form: str,
     stream: bool,
     headers: dict[str, str],
     task: tuple[str, str],
 ) -> Response:
-    """Return segments as a stream, or as a document of `task` (its name, the language)."""
+    """Return segments as a stream, or as a document of `task` (its name, the language).
+
+    `sound` are its seconds and the note on it.
+    """
     first = await anext(found, None)  # an early error has a status of its own
     if stream:
-        return StreamedReply(_deltas(first, found), EVENTS, lambda: None, headers)
+        return StreamedReply(_deltas(first, found, sound[1]), EVENTS, lambda: None, headers)
     rows = [] if first is None else [first, *[each async for each in found]]
-    return _document(rows, seconds, form, headers, task)
+    return _document(rows, sound, form, headers, task)
+
+
+def _noted(note: str) -> dict[str, Any]:
+    return {"mmfast": {"notes": [note]}} if note else {}
 
 
 def _document(
     rows: list[dict[str, Any]],
-    seconds: float,
+    sound: tuple[float, str],
     form: str,
     headers: dict[str, str],
     task: tuple[str, str],
 ) -> Response:
     """Return segments in one of `FORMATS`; `task` is its name and the language of the text."""
     text = "".join(part for row in rows for part in (_gap(row), row["text"]))[1:]
-    usage = {"type": "duration", "seconds": math.ceil(seconds)}
+    seconds, note = sound
+    rest = {"usage": {"type": "duration", "seconds": math.ceil(seconds)}, **_noted(note)}
     if form == "text":
         return PlainTextResponse(f"{text}\n", headers=headers)
     if form == "json":
-        return JSONResponse({"text": text, "usage": usage}, headers=headers)
+        return JSONResponse({"text": text, **rest}, headers=headers)
     if form == "verbose_json":
         document = {"task": task[0], "language": task[1], "duration": round(seconds, 3)}
         document |= {"text": text, "segments": rows}
-        return JSONResponse({**document, "usage": usage}, headers=headers)
+        return JSONResponse({**document, **rest}, headers=headers)
     blocks = [] if form == "srt" else ["WEBVTT"]
     for number, row in enumerate(rows, 1):
         mark = "," if form == "srt" else "."
@@ -410,7 +418,9 @@ def _segment(number: int, start: float, end: float, text: str) -> dict[str, Any]
     return {**row, "compression_ratio": size}
 
 
-async def _deltas(first: Any, rest: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[bytes, None]:
+async def _deltas(
+    first: Any, rest: AsyncGenerator[dict[str, Any]], note: str
+) -> AsyncGenerator[bytes, None]:
     text, row = "", first
     try:
         while row is not None:
@@ -421,7 +431,7 @@ async def _deltas(first: Any, rest: AsyncGenerator[dict[str, Any]]) -> AsyncGene
     except Exception as error:
         yield event(body(error))
         return
-    yield event({"type": "transcript.text.done", "text": text})
+    yield event({"type": "transcript.text.done", "text": text, **_noted(note)})
 
 
 def voice_of(name: str, voices: tuple[str, ...]) -> str:

@@ -239,7 +239,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--things", type=float, default=0.5, help="share of pages with things in a batch")
     add("--whole", type=float, default=0.15, help="share of steps with all tokens")
     add("--tower-rate", type=float, default=1e-3)
-    add("--rate", type=float, default=1.2e-3)
+    add("--rate", type="rate", default=1.2e-3)
     add("--questions", type="count", default=400, help="of each final evaluation")
     add("--counts", type="count", default=5, help="times that a number of things or rows is asked")
     add("--watch", type=float, default=4.0, help="minutes between looks at held pages")

@@ -358,7 +358,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=2400, help="decoder steps")
     add("--minutes", type=float, help="fit the decoder's stage into this time instead")
     add("--within", type=float, help="end the decoder's stage so many minutes after the start")
-    add("--rate", type=float, default=1.5e-3, help="peak learning rate of the decoder")
+    add("--rate", type="rate", default=1.5e-3, help="peak learning rate of the decoder")
     add("--blend", type=float, default=1.0, help="share of what it learned; the rest is as before")
     add("--questions", type="count", default=800, help="of the final evaluation")
     add("--batch", type="count", default=BATCH, help="clips of each thread or of a device")

@@ -278,7 +278,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--drafts", type=float, default=40, help="minutes for chained modules")
     add("--heads", type=float, default=8, help="minutes for independent ones")
     add("--again", type=float, help="minutes for the last chained module of --start, and no more")
-    add("--rate", type=float, default=2e-3)
+    add("--rate", type="rate", default=2e-3)
     add("--hold", type=float, default=0.45)
     options = parser.parse_args(argv)
     if options.again is not None and options.start is None:

@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--hear", type="count", default=3000, help="recordings that are mixed")
     add("--seed", type=int, default=0)
     add("--minutes", type=float, default=6)
-    add("--rate", type=float, default=1.5e-3)
+    add("--rate", type="rate", default=1.5e-3)
     options = parser.parse_args(argv)
     folder = options.model or embedded_path("tiny-speech")
     run(folder, options)

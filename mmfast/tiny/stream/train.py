@@ -213,7 +213,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=45)
     add("--watch", type=float, default=4, help="minutes between looks")
     add("--batch", type="count", default=8)
-    add("--rate", type=float, default=1.5e-3)
+    add("--rate", type="rate", default=1.5e-3)
     add("--hold", type=float, default=0.4)
     add("--evaluate", type="count", default=400, help="questions at the end")
     add("--seconds", type=float, default=960, help="length of those streams")

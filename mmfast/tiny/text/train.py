@@ -277,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = training.recipe_parser(__doc__, NAME)
     add = parser.add_argument
     add("--minutes", type=float, default=40.0)
-    add("--rate", type=float, default=3e-3, help="peak learning rate")
+    add("--rate", type="rate", default=3e-3, help="peak learning rate")
     add("--longest", type="count", default=1024, help="tokens of the longest documents")
     add("--questions", type="count", default=95, help="of the final evaluation, at each length")
     options = parser.parse_args(argv)

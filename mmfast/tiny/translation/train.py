@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = training.recipe_parser(__doc__, "tiny-translate")
     parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--rate", type="rate", default=3e-3)
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     log = training.Log(options.out)

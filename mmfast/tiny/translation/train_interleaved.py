@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = training.recipe_parser(__doc__, "tiny-interleaved")
     parser.add_argument("--minutes", type=float, default=14.0)
-    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--rate", type="rate", default=3e-3)
     parser.add_argument("--start", type="present", help="go on from this checkpoint's weights")
     parser.add_argument("--note", help="a sentence about the run for the model card")
     options = parser.parse_args(argv)

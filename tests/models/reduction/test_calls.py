@@ -53,7 +53,7 @@ def test_continuous_batching_is_refused(options: dict[str, str]) -> None:
     assert dict(model.__dict__).keys() == before.keys()
 
 
-@pytest.mark.parametrize("record", ["export", "trace"])
+@pytest.mark.parametrize("record", ["export", "strict", "trace"])
 def test_what_records_one_choice_for_all_is_refused(record: str) -> None:
     this, inputs = ask("llava_onevision")
     fixed = {k: v for k, v in inputs.items() if k != "input_ids"} | {"use_cache": False}
@@ -63,11 +63,11 @@ def test_what_records_one_choice_for_all_is_refused(record: str) -> None:
 
     with mmfast.attach(this.model, BOTH), torch.no_grad():
         with refused("would keep the choice of tokens of one prompt"):
-            if record == "export":
-                given = {**fixed, "input_ids": inputs["input_ids"]}
-                torch.export.export(this.model, (), kwargs=given, strict=False)
-            else:
+            if record == "trace":
                 torch.jit.trace(run, (inputs["input_ids"],), check_trace=False)
+            else:
+                given = {**fixed, "input_ids": inputs["input_ids"]}
+                torch.export.export(this.model, (), kwargs=given, strict=record == "strict")
         short = logits(this.model, inputs)
     assert short.shape[1] < inputs["input_ids"].shape[1]
 

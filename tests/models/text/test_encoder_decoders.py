@@ -186,6 +186,32 @@ def test_what_cannot_be_thinned_says_so() -> None:
         model.generate(**given, output_attentions=True, return_dict_in_generate=True)
 
 
+@pytest.mark.parametrize("name", ["t5", "whisper", "bart"])
+@pytest.mark.parametrize("what", ["decoder", "layer", "attention"])
+def test_parts_that_are_replaced_are_told_of(name: str, what: str) -> None:
+    model, inputs = copy.deepcopy(encoder_decoder(name)), inputs_of(name)
+    part = {"decoder": model.get_decoder(), "attention": cross_attention(model)[1]}
+    lists = (m for m in model.get_decoder().children() if isinstance(m, torch.nn.ModuleList))
+    part["layer"] = next(lists)[1]
+    path = next(each for each, module in model.named_modules() if module is part[what])
+    with attach(model, cache="knorm:0.5"):
+        written(model, inputs)
+        model.set_submodule(path, copy.deepcopy(part[what]))
+        with pytest.raises(
+            ModelError, match=r"decoder layer \d of .* replaced after attach"
+        ) as told:
+            written(model, inputs)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_is_refused(strict: bool) -> None:
+    model, inputs = encoder_decoder("t5"), inputs_of("t5")
+    given = {**inputs, "decoder_input_ids": torch.tensor([[2, 3]]), "use_cache": False}
+    with pytest.raises(ModelError, match="detach first, and exp"), attach(model, cache="knorm:0.5"):
+        torch.export.export(model, (), kwargs=given, strict=strict)
+
+
 def test_a_stage_that_forgot_the_padding_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: padding counts as entries."""
     every = "mmfast.models.kv.encoded._real"

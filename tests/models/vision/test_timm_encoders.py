@@ -462,3 +462,14 @@ def test_vision_models_of_transformers(name: str) -> None:
             model(images(1) + more)
     assert state.computed == state.patches - 48
     assert torch.equal(model(pixels).pooler_output, stock.pooler_output)
+
+
+@pytest.mark.parametrize("record", ["export", "strict", "trace"])
+def test_a_choice_of_an_encoder_alone_is_not_recorded(record: str) -> None:
+    model, pixels = ALONE["siglip"]().eval(), images()
+    words = "SiglipVisionModel would keep the choice of tokens"
+    with pytest.raises(ModelError, match=words), attach(model, "tome@vit:0.5"):
+        if record == "trace":
+            torch.jit.trace(model, (pixels,), check_trace=False)
+        else:
+            torch.export.export(model, (pixels,), strict=record == "strict")

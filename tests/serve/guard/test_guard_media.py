@@ -89,10 +89,11 @@ def test_clips_are_what_the_front_end_reads(clip_path: Path) -> None:
 
 def test_a_sound_that_is_cut_short_is_heard_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
     for data, told in ((_sound(), 0), (_sound()[:-999], 1)):
-        pcm, _ = run(load_sound(data, CONFIG))
+        pcm, _, note = run(load_sound(data, CONFIG))
         assert (len(pcm) < 16_000) == bool(told)
         mine = [each.getMessage() for each in caplog.records if each.name == "mmfast"]
         assert mine == ["a sound is shorter than its header says: it is heard up to its end"] * told
+        assert [note] * told == mine and bool(note) == bool(told)
 
 
 def test_a_picture_of_several_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -108,7 +109,7 @@ def test_sounds_are_what_the_front_end_reads() -> None:
     for rate, channels in ((44_100, 2), (16_000, 1), (8_000, 1)):
         data = _sound(rate, channels)
         encoded = base64.b64encode(data).decode()
-        pcm, at = run(load_sound(encoded, CONFIG, format="wav"))
+        pcm, at, _ = run(load_sound(encoded, CONFIG, format="wav"))
         assert at == 16_000 and pcm.dtype == torch.float32
         assert torch.allclose(pcm, load_audio(data, 16_000), atol=1e-6)
     url = data_url(_sound(), "audio/wav")

@@ -291,6 +291,8 @@ def test_what_is_said_is_asked_as_text() -> None:
     assert engine.requests[0].messages[0].content[1] == "Which way does the red circle move?"
     assert reply.json()["mmfast"]["heard"] == ["Which way does the red circle move?"]
     assert reply.json()["usage"]["transcribed"] == {"sounds": 1, "seconds": 0.5}
+    post(app_of(engine, voice), asked(user(text("hm"), sound_part(wav(0.5)[:-999]))))
+    assert ["shorter" in note for note in engine.requests[1].messages[0].notes] == [True]
     silent = post(app_of(engine, voice), asked(user(sound_part(wav(0.5, 0.0)))))
     assert silent.status_code == 400 and "no word" in silent.json()["error"]["message"]
     deaf = post(app_of(engine), asked(user(sound_part(wav(0.5)))))

@@ -213,10 +213,11 @@ def strict(name: str, value: Any) -> None:
     validate_type(type_=getattr(audio, name), value=value)
 
 
-def write_down(voice: Any, seconds: float = 5.0, **form: Any) -> Any:
+def write_down(voice: Any, seconds: float = 5.0, cut: int = 0, **form: Any) -> Any:
     async def go() -> Any:
         async with client_of(app_of(saying(), voice)) as client:
-            files = {"file": ("a.wav", wav(seconds), "audio/wav")}
+            sound = wav(seconds)
+            files = {"file": ("a.wav", sound[: len(sound) - cut], "audio/wav")}
             return await client.post(WRITE, files=files, data={"model": "whisper-1", **form})
 
     return asyncio.run(go())
@@ -273,6 +274,17 @@ def test_a_transcript_is_streamed() -> None:
 
     first, error = events_of(write_down(Broken(), stream="true").text)
     assert first["delta"] == "Which way does it move?" and "secret" not in str(error["error"])
+
+
+@pytest.mark.parametrize("form", [{}, {"response_format": "verbose_json"}, {"stream": "true"}])
+def test_what_was_not_heard_of_a_recording_is_noted(form: dict[str, str]) -> None:
+    for cut in (0, 999):
+        reply = write_down(Hum("yes"), 1.5, cut, **form)
+        found = events_of(reply.text)[-1] if "stream" in form else reply.json()
+        noted = found.get("mmfast", {"notes": []})["notes"]
+        assert found["text"] == "yes" and ["shorter" in note for note in noted] == [True] * bool(
+            cut
+        )
 
 
 def test_sound_without_turns_is_one_segment_and_silence_has_no_word() -> None:
