@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,10 @@ for _name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "HF_HOME"):
     Path(os.environ[_name]).mkdir()  # torch keeps kernels there, if it is there
 os.environ |= {"HOME": HOME, "HF_HUB_OFFLINE": "1"}
 pytest.register_assert_rewrite("reducer_checks", "compress_checks")
+
+# A script's background job inherits SIGINT ignored, and so would the commands that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Random input is the same in every run, and no machine is too slow for it.
 settings.register_profile("fixed", derandomize=True, deadline=None)

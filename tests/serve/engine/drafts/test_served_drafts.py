@@ -74,7 +74,6 @@ def test_answers_with_drafts_are_those_of_stock_generate(family: str) -> None:
 
 def ahead(self: BatchDrafts, rows: Any) -> None:
     """Draft the same wrong token for every answer."""
-    self._ran = False
     for row in rows:
         if row.drafts is not None:
             row.drafts.tokens = [7] * max(0, min(3, row.sampling.max_tokens - row.step - 1))
