@@ -227,8 +227,8 @@ def _check_suite(suite: str, given: dict[str, Any]) -> None:
             f"--suite {suite} asks the embedded models of streams and of clips in one memory; "
             "leave --reduce, --cache and --model out"
         )
-    if suite == "needles" and given["reduce"]:
-        raise MmfastError("--suite needles takes no --reduce; leave it out, or give --cache")
+    if suite == "needles" and given["reduce"] and not given["aware"]:
+        raise MmfastError("--suite needles: --reduce cuts a prompt with its question; add --aware")
     for name in ("weights", "prefill", "attn"):
         if given[name] is not None and suite in OWN_SUITES:
             raise MmfastError(f"--suite {suite} takes no --{name}; leave it out")

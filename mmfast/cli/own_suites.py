@@ -100,26 +100,27 @@ def eval_scenes(given: dict[str, Any]) -> None:
 
 
 def eval_needles(given: dict[str, Any]) -> None:
-    """Ask about long documents with the whole cache and under each cache policy."""
+    """Ask about long documents whole, under each reducer and under each cache policy."""
     from mmfast.bench.results import environment
     from mmfast.tiny.text.evaluate import needle_rows
 
     environ, rows = environment(), list[dict[str, Any]]()
     documents = {key: given[key] for key in ("length", "aware")}
+    ways = (given["reduce"] or [], given["cache"] or [])
     asked = {key: given[key] for key in ("n", "seed", "model")}
     with kept_results(given, (), **documents) as kept, output.progress("eval") as tick:
         told = lambda label, done, total: tick(done, total, label)
-        for row in needle_rows(
-            given["cache"] or [], **asked, **documents, progress=told, known=kept.find
-        ):
+        for row in needle_rows(*ways, **asked, **documents, progress=told, known=kept.find):
             rows.append(row)
             output.keep_rows(given["out"], kept.new([{**row, **environ}]))
     kinds, cells = rows[0]["by_kind"], list[list[Any]]()
     for row in rows:
         low, high = row["interval"]
         shares = (row["accuracy"], row["kept"], *(row["by_kind"].get(kind) for kind in kinds))
-        cells.append([row["cache"], f"{low:.3f} to {high:.3f}", *map(_share, shares)])
-    columns = ("cache", "interval", "right", "kept", *kinds)
+        cells.append(
+            [row["reduce"], row["cache"], f"{low:.3f} to {high:.3f}", *map(_share, shares)]
+        )
+    columns = ("reduce", "cache", "interval", "right", "kept", *kinds)
     output.print_table(rows, given["as_json"], columns, cells)
 
 

@@ -191,8 +191,19 @@ def test_a_whole_share_changes_nothing_and_a_small_one_is_exact(
     assert abs(kept - 0.25) < 0.01
 
 
+def test_reducers_cut_prompts_with_their_question(reader: DocumentReader) -> None:
+    document = next(documents(13, 600))
+    asked = document.questions[:6]
+    full, _ = reader.answers(document, asked, None, True)
+    whole, kept = reader.answers(document, asked, None, reduce="fastkv:1.0?tokens=text")
+    assert whole == full and kept == 1.0
+    two = "random@llm0:0.5?tokens=text+fastkv@llm2:0.5?tokens=text"
+    found, kept = reader.answers(document, asked, None, reduce=two)
+    assert found != full and kept == pytest.approx(0.25, abs=0.01)  # of both cuts
+
+
 def test_the_shipped_model_answers_about_unseen_documents() -> None:
-    (row,) = needle_rows([], 57, 4321, 1024)
+    (row,) = needle_rows([], [], 57, 4321, 1024)
     assert row["n"] == 57 and row["accuracy"] > FLOOR and row["interval"][0] > 0.9, row
     assert row["by_kind"]["single"] == 1.0 and min(row["by_kind"].values()) >= 0.9, row
 
@@ -211,7 +222,7 @@ def test_a_cache_that_lost_the_document_is_seen(monkeypatch: pytest.MonkeyPatch)
         return mine
 
     monkeypatch.setattr(evaluate, "_copies", emptied)
-    (row,) = needle_rows([], 19, 4321, 600)
+    (row,) = needle_rows([], [], 19, 4321, 600)
     assert row["accuracy"] < 0.3
 
 
@@ -229,15 +240,16 @@ def test_the_suite_on_the_command_line(capsys: pytest.CaptureFixture[str], tmp_p
     kept = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert [row["score"] for row in kept] == [row["accuracy"] for row in (whole, sink, half)]
     assert all(row["versions"] and row["model"] == EMBEDDED_TEXT for row in kept)
-    code, said, _ = run(capsys, *asked[:5], "--length", "600", "--aware", "--cache", "tova:0.5")
-    assert code == 0 and "tova:0.5" in said and "keys" in said
+    both = ("--cache", "tova:0.5", "--reduce", "gemfilter:0.5?tokens=text")
+    code, said, _ = run(capsys, *asked[:5], "--length", "600", "--aware", *both)
+    assert code == 0 and "tova:0.5" in said and "gemfilter:0.5" in said and "keys" in said
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         (["--suite", "needles", "--length", "20"], "--length 20 is no length"),
-        (["--suite", "needles", "--reduce", "random:0.5"], "needles takes no --reduce"),
+        (["--suite", "needles", "--reduce", "random:0.5"], "with its question; add --aware"),
         (["--suite", "needles", "--weights", "int8"], "needles takes no --weights"),
         (["--suite", "video", "--length", "600"], "video takes no --length"),
         (["--suite", "video", "--aware"], "video takes no --length and no --aware"),

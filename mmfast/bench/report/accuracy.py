@@ -509,6 +509,21 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
             after=lambda rows: f"Seed {rows[-1]['seed']}, model `tiny-text`, {stamp(*rows)}.",
         ),
     ),
+    "texts": (
+        ReportTable(
+            "texts",
+            lambda rows: {
+                "tokens": "{length:,}",
+                "spec": "`{reduce}` or all tokens",
+                "left": "{kept:.0%}",
+                "right": score,
+                **_columns_by_kind(rows),
+            },
+            keys=("length", "reduce"),
+            lines=lambda rows: sorted(rows, key=lambda row: (row["length"], -row["score"])),
+            after=_questions("unseen documents"),
+        ),
+    ),
     "compressors": (
         ReportTable(
             "compressors",

@@ -484,6 +484,13 @@ TRAIN = {
         "tokens: {kept:.0f} | before: {before:.1%} | after: {after:.1%} | questions: {n}",
     ),
 }
+_DRAFTERS = {
+    "drafts": (
+        "Tokens of held-out texts that a trained drafter says as its model does",
+        "model: `{model}` | draft: `{job}` | recipe: `{options}` | after: {course} | "
+        "drafted right: {drafted:.1%} | weights: {parameters:,} of {of:,} or {parameters:,}",
+    ),
+}
 _STREAM_KEYS = (
     "job", "preset", "model", "motion", "knobs", "fps", "memory", "questions", "reuse", "note"
 )  # fmt: skip
@@ -493,6 +500,7 @@ TABLES: dict[str, tuple[ReportTable, ...]] = {
     "serve": _named("serve", ("job", "sessions", "engine", "role", "model"), SERVE),
     "encoder": _named("encoder", ("job", "shape", "tower", "device", "dtype"), ENCODER),
     "train": _named("train", ("job", "reduce", "device"), TRAIN),
+    "learned_drafts": _named("train", ("job", "course"), _DRAFTERS),
     "prefill": _named("prefill", ("job", "tokens"), PREFILL),
     "decode": _named(
         "decode", ("preset", "device", "job", "reduce", "batch", "rows", "tokens"), DECODE

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from mmfast.attach import attach
 from mmfast.bench.registry import Tick, benchmark
-from mmfast.bench.results import Row
+from mmfast.bench.results import Row, load
 from mmfast.bench.timing import compare_jobs, extra_mb
 from mmfast.core.spec import parse
 from mmfast.models.adapters import with_lora
@@ -23,11 +24,17 @@ from mmfast.models.reduction.training import IGNORE
 from mmfast.tiny.evaluate import Inputs, Subject, run_eval
 from mmfast.tiny.student import answered
 from mmfast.tiny.suites import suite
+from mmfast.tiny.text import drafts, exits
+from mmfast.tiny.text.evaluate import NAME
 
 SPECS = ("divprune:0.25", "divprune:0.1", "divprune:0.05", "fastv@llm2:0.1")
 ASKED = ("visionzip:0.1", "visionzip:0.05")
 LESSONS, EXAM = 77, 1000  # seeds of the clips that are learned from, and asked about
 RATE = 5e-4  # peak of the learning rate
+DRAFTERS: dict[str, tuple[Any, str]] = {  # recipes, and what they are told
+    "exit:FILE": (exits, "--layer 1 --steps 600 --out exit.safetensors"),
+    "draft:DIR": (drafts, "--steps 300 --prompts 1000 --out draft"),
+}
 
 
 def lessons(subject: Subject, steps: int, batch: int) -> list[Inputs]:
@@ -155,4 +162,36 @@ def _encoded(subject: Subject, batch: Inputs) -> Inputs:
 def _exam(subject: Subject, n: int) -> list[Row]:
     pair: Any = (subject.model.eval(), subject.processor)
     found: list[Row] = run_eval(ASKED, n, EXAM, pair)["rows"]
+    return found
+
+
+@benchmark("train", "drafts")
+def drafters(tick: Tick, more: Sequence[str] = ()) -> list[Row]:
+    """Train what drafts for `tiny-text` by its recipe; `more` are further options of all recipes.
+
+    A row for each course of a recipe, and for an adapter before any, has the figures of its log
+    on held-out texts: the share of tokens that are drafted right, and the loss.
+    """
+    rows, shared = list[Row](), {"device": "cpu", "threads": torch.get_num_threads()}
+    for number, (job, (recipe, options)) in enumerate(DRAFTERS.items()):
+        tick(job, number, len(DRAFTERS))
+        *argv, name = options.split()
+        with tempfile.TemporaryDirectory() as folder:
+            recipe.main([*argv, str(Path(folder, name)), *more])
+            (log,) = map(load, Path(folder).rglob("training.jsonl"))
+        told: Row = {"model": NAME, "job": job, "options": options, **shared}
+        told |= {key: log[-2][key] for key in ("parameters", "of") if key in log[-2]}
+        rows += [{**told, "course": course, **row} for course, row in held_out(log).items()]
+    return rows
+
+
+def held_out(log: Sequence[Row]) -> dict[str, Row]:
+    """Last figures on held-out data of every course of a recipe's log, and of one untrained."""
+    found, course = dict[str, Row](), ""
+    for row in log:
+        held = row["stage"] == "held-out"
+        if "right" in row and not held:
+            course = row["stage"]
+        if held or course == row["stage"] == "untrained":
+            found[course] = {"drafted": row["right"], "loss": row["loss"]}
     return found

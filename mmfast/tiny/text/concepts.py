@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmfast.attach import attach
 from mmfast.compressors.base import file_of
 from mmfast.compressors.compllm import CompLLM
 from mmfast.core.errors import ModelError
 from mmfast.models.decoder.concepts import AnsweredText, distillation, new_compressor
 from mmfast.models.text_chat import load_text
 from mmfast.tiny import training
-from mmfast.tiny.text.evaluate import NAME, documents
-from mmfast.tiny.text.haystack import KINDS, FactCounts, make_document
+from mmfast.tiny.text.evaluate import NAME
+from mmfast.tiny.text.haystack import FactCounts, make_document
 
 HELD = 4  # examples that the figures on held-out data are of
-QUESTION = 4  # tokens of a question of the documents, with the word between it and its answer
-CUTS = ("fastkv", "gemfilter", "lazyllm", "random@llm0")  # compared with it
 MOST = (6, 2, 2)  # facts of a kind in a document, at most
 
 
@@ -128,28 +124,6 @@ class ConceptTask(training.Task):
         return self.loss(self.exam)[1]
 
 
-@torch.inference_mode()
-def needle_accuracy(
-    model: Any, words: Any, spec: str | None, n: int, seed: int, length: int
-) -> dict[str, Any]:
-    """Shares of questions about long documents whose first word of the answer is right, by kind.
-
-    Document and question are one prompt; `spec` is what `attach` reduces it by, None nothing.
-    """
-    marks = list[tuple[str, bool]]()
-    with attach(model, spec):
-        for paper in documents(seed, length):
-            for asked in islice(paper.questions, n - len(marks)):
-                texts = [f"{paper.text} {asked.text} {asked.lead}"]
-                logits = model(**words(texts, return_tensors="pt")).logits
-                told = words.decode(logits[:, -1].argmax(-1))
-                marks.append((asked.kind, told.strip() == asked.answer))
-            if len(marks) >= n:
-                break
-    right = sum(mark for _, mark in marks)
-    return {"reduce": spec, "accuracy": right / n, "by_kind": training.shares(marks, KINDS)}
-
-
 def run(options: argparse.Namespace, log: training.Log) -> None:
     """Train one compressor for every rate."""
     model, words = load_text(options.model, options.device, "float32")
@@ -166,12 +140,6 @@ def run(options: argparse.Namespace, log: training.Log) -> None:
         path = file_of(options.out, "compllm", rate)
         task = ConceptTask(model, compressor, source, rate=options.rate, batch=options.batch)
         training.teach(task, log, options, path, compressor, watch=2.0)
-        if options.questions:
-            spec = f"compllm:{rate}?recent={QUESTION}&path={path}"
-            cuts = (f"{name}:{1 / rate}?tokens=text" for name in CUTS)
-            for each in (None, spec, *cuts):
-                figures = (options.questions, 1000, options.exam)
-                log({"stage": "needles", **needle_accuracy(model, words, each, *figures)})
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -191,8 +159,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch", type="count", default=4, help="examples of a step")
     training.teach_options(parser, rate=2e-3, steps=1000)
     add("--device", default="cpu")
-    add("--questions", type=int, default=0, help="about unseen documents, at the end")
-    add("--exam", type="count", default=1024, help="tokens of those documents")
     return parser.parse_args(argv)
 
 

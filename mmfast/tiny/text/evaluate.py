@@ -1,8 +1,9 @@
-"""The `needles` suite: questions about long documents, with the whole cache and under policies.
+"""The `needles` suite: questions about long documents, whole, under policies and under reducers.
 
 A document is read once; every question goes on from its own copy of what the policy left. Nobody
 knows the question then, as when a document is kept for many users. With `aware` the question is
 read before the cache is cut, with the last WINDOW tokens of the document, as SnapKV assumes.
+A reducer cuts a prompt that has the document and one question.
 """
 
 from __future__ import annotations
@@ -76,9 +77,28 @@ class DocumentReader:
         asked: Sequence[NeedleQuestion],
         spec: str | None,
         aware: bool = False,
+        reduce: str | None = None,
     ) -> tuple[list[str], float]:
-        """Answers to questions about a document, and the share of its entries that stayed."""
+        """Answers to questions about a document, and the share of its entries that stayed.
+
+        `spec` is a cache policy; under `reduce` it is the share of the tokens of prompts.
+        """
+        if reduce is not None:
+            return self._reduced(document, asked, reduce)
         return (self._informed if aware else self._later)(document, asked, spec)
+
+    def _reduced(
+        self, document: Haystack, asked: Sequence[NeedleQuestion], reduce: str
+    ) -> tuple[list[str], float]:
+        """Answer prompts of the document and a question, one by one, as their user would."""
+        found = list[str]()
+        with attach(self.model, reduce) as trace:
+            for each in asked:
+                ids = self._ids([f"{document.text} {each.text} {each.lead}"], start=True)
+                given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": MOST}
+                out = self.model.generate(ids, do_sample=False, **given)
+                found += self._texts(out[:, ids.shape[1] :])
+        return found, _kept(trace)
 
     @torch.inference_mode()
     def _later(
@@ -113,12 +133,16 @@ class DocumentReader:
         return found, _kept(trace)
 
     def _write(self, logits: Tensor, cache: Any) -> list[str]:
-        """Greedy answers behind logits `[B, V]`, up to the first mark."""
+        """Greedy answers behind logits `[B, V]`."""
         ids = [logits.argmax(-1)]
         while len(ids) < MOST:
             logits, cache = self._read(ids[-1][:, None], cache)
             ids.append(logits.argmax(-1))
-        texts = self.words.batch_decode(torch.stack(ids, 1), clean_up_tokenization_spaces=False)
+        return self._texts(torch.stack(ids, 1))
+
+    def _texts(self, ids: Tensor) -> list[str]:
+        """Answers in ids `[B, T]`, up to the first mark."""
+        texts = self.words.batch_decode(ids, clean_up_tokenization_spaces=False)
         return [text.split(".")[0].strip() for text in texts]
 
     def _policy(self, spec: str | None) -> AbstractContextManager[Any]:
@@ -138,12 +162,18 @@ def _copies(cache: Any, many: int) -> Any:
 
 
 def _kept(trace: Any) -> float:
-    rows = [row for row in trace.rows if row.stage == "kv"] if trace is not None else []
-    before = sum(row.tokens_in for row in rows)
-    return sum(row.tokens_out for row in rows) / before if before else 1.0
+    """Share of what went in that is left behind all stages; beside a cache policy, of entries."""
+    rows, share = [] if trace is None else trace.rows, 1.0
+    stages = {row.stage for row in rows}
+    for stage in stages & {"kv"} or stages:
+        mine = [row for row in rows if row.stage == stage]
+        if before := sum(row.tokens_in for row in mine):
+            share *= sum(row.tokens_out for row in mine) / before
+    return share
 
 
 def needle_rows(
+    reduces: Sequence[str],
     caches: Sequence[str],
     n: int,
     seed: int,
@@ -151,11 +181,11 @@ def needle_rows(
     model: str | Path | None = None,
     aware: bool = False,
     progress: Progress | None = None,
-    known: Callable[[None, str | None], dict[str, Any] | None] = lambda spec, cache: None,
+    known: Callable[[str | None, str | None], dict[str, Any] | None] = lambda spec, cache: None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of results about the same documents: the whole cache, then each policy.
+    """Rows of results about the same documents: the whole cache, then each reducer and policy.
 
-    A row that is `known` by its policy is not asked again.
+    A row that is `known` by its reducer and policy is not asked again.
     """
     source = documents(seed, length)
     first = next(source)  # refuses a wrong length before a model is loaded
@@ -164,22 +194,23 @@ def needle_rows(
     while many < n:
         papers.append(next(source))
         many += len(papers[-1].questions)
-    for spec in (None, *caches):
-        if (row := known(None, spec)) is not None:
+    ways = [(None, None), *((each, None) for each in reduces), *((None, each) for each in caches)]
+    for reduce, spec in ways:
+        if (row := known(reduce, spec)) is not None:
             yield row
             continue
         marks, kept = list[tuple[str, bool]](), list[float]()
         for paper in papers:
             asked = paper.questions[: n - len(marks)]
-            texts, share = reader.answers(paper, asked, spec, aware)
+            texts, share = reader.answers(paper, asked, spec, aware, reduce)
             marks += [(q.kind, q.answer == t) for q, t in zip(asked, texts, strict=True)]
             kept.append(share)
             if progress is not None:
-                progress(spec or "the whole cache", len(marks), n)
+                progress(reduce or spec or "the whole cache", len(marks), n)
         right = sum(mark for _, mark in marks)
         yield {
             "suite": "needles", "n": n, "seed": seed, "model": Path(model or NAME).name,
-            "length": length, "aware": aware, "reduce": None, "cache": spec,
+            "length": length, "aware": aware, "reduce": reduce, "cache": spec,
             "score": right / n, "accuracy": right / n, "interval": interval(right, n),
             "by_kind": shares(marks, KINDS), "kept": sum(kept) / len(kept),
         }  # fmt: skip

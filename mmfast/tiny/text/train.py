@@ -291,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     save = partial(training.save_half, task.model, options.out, task.words)
     training.train(task, course, log, save, state)
     for length in (1024, 4096, LONGEST):
-        row = next(needle_rows([], options.questions, 1000, length, options.out))
+        row = next(needle_rows([], [], options.questions, 1000, length, options.out))
         log({"stage": "evaluation", **row, "model": "this checkpoint"})
     log.end()
     write_card(options.out, NAME)

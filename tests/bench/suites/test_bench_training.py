@@ -16,8 +16,8 @@ from mmfast.tiny.evaluate import Subject
 STAMP = {"suite": "train", "date": "2026-01-01", "commit": "abc", "processor": "EPYC"}
 
 
-def test_both_are_found_by_name() -> None:
-    assert names("train") == ["adapt", "speed"]
+def test_all_are_found_by_name() -> None:
+    assert names("train") == ["adapt", "drafts", "speed"]
 
 
 def test_only_answers_are_labels() -> None:
@@ -77,3 +77,29 @@ def test_answers_before_and_after() -> None:
     assert all(0 <= row["before"] <= 1 >= row["after"] for row in rows)
     text = "\n".join(write_table("train", [{**STAMP, "bench": "adapt", **r} for r in rows]))
     assert "| `visionzip:0.05`, 2 steps | `visionzip:0.1` | 29 |" in text
+
+
+def test_rows_of_recipes_are_the_last_figures_of_their_logs() -> None:
+    few = ("--steps", "40", "--prompts", "30", "--context", "24", "--length", "8")
+    before, behind, first, second = training.drafters(quiet, few)
+    assert [before["course"], behind["course"]] == ["untrained", "exit"]
+    assert [first["course"], second["course"]] == ["texts alone", "answers"]
+    assert before["drafted"] < behind["drafted"] and before["loss"] > behind["loss"]
+    assert second["loss"] < first["loss"] and 0 <= second["drafted"] <= 1
+    assert first["parameters"] * 4 < first["of"] and "of" not in before
+    lines = write_table("learned_drafts", [{**STAMP, "bench": "drafts", **before, **second}])
+    assert f"| {100 * second['drafted']:.1f} % | {second['parameters']:,} of" in lines[-1]
+
+
+def test_figures_of_a_log_are_the_last_held_out_ones_of_each_course() -> None:
+    steps = [
+        {"stage": "untrained", "right": 0.1, "loss": 3.0},
+        {"stage": "one", "step": 20, "right": 0.9, "loss": 0.1},
+        {"stage": "held-out", "step": 20, "right": 0.2, "loss": 2.0},
+        {"stage": "held-out", "step": 40, "right": 0.3, "loss": 1.0},
+        {"stage": "two", "step": 20, "right": 0.8, "loss": 0.2},
+        {"stage": "held-out", "step": 20, "right": 0.5, "loss": 0.5},
+        {"stage": "saved", "parameters": 7},
+    ]
+    found = {name: row["drafted"] for name, row in training.held_out(steps).items()}
+    assert found == {"untrained": 0.1, "one": 0.3, "two": 0.5}
