@@ -335,6 +335,8 @@ class Hooks:
         if step.sites:
             refuse_packed(kwargs.get("position_ids"), mask, stored)
         step.before = self._before
+        # A store follows drafts, too, which sites of text do not cut.
+        step.reviving = {site.layer for site in self._sites if site.revives}
         step.turns, step.restores = self._turns, not self._text.training
         if part is not None and (part.rest or not part.first):
             whole = length + part.rest  # a budget may exceed a part, which then acts on nothing

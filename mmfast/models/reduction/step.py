@@ -170,7 +170,7 @@ class ForwardStep:
         self.shrunk: Tensor | None = None  # positions that are saved, by row, `[B, 1]`
         self._masks: dict[tuple[int, str], Any] = {}
         self._plane = 0  # DeepStack planes added so far
-        self._reviving = {site.layer for site in sites if site.revives}
+        self.reviving = {site.layer for site in sites if site.revives}
         self._revives = False  # something may come back to the layers from here on
         # Of the tokens `[B, n]`, and of every item, before the first cut that revives; see `_mark`.
         self._times: Tensor | None = None
@@ -225,7 +225,7 @@ class ForwardStep:
         """
         cache, kind = cache_of(kwargs), kind_of(config, layer)
         length, left, self.cuts = self.sequences.length, None, []
-        if layer in self._reviving and cache is not None:
+        if layer in self.reviving and cache is not None:
             self._mark(layer, cache, len(hidden))
         for site in self.sites:
             if site.layer == layer:
@@ -255,7 +255,7 @@ class ForwardStep:
         kwargs["attention_mask"] = self._lent[kind] = self._mask(layer, hidden, cache, config)
         if kind == HYBRID:
             kwargs["mamba_attention_mask"] = self._recurrent(layer, cache)
-        if layer in self._reviving and cache is not None:
+        if layer in self.reviving and cache is not None:
             assert self._times is not None
             keep_store(cache, layer, left, self._times, self._earlier, length)
             self._revives = self._revives or left is not None

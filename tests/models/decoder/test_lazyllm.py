@@ -10,6 +10,7 @@ import torch
 from dense_layers import run, weights_of
 from tiny_models import FAMILIES, Tiny, generate, tiny, video_prompt
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmfast.attach import attach
 from mmfast.core.errors import ModelError, SpecError
@@ -245,3 +246,19 @@ def test_without_a_cache_it_is_a_plain_cut() -> None:
         lazy = this.model(**inputs, use_cache=False).logits
     with attach(this.model, "fastv@llm2:0.2"):
         assert torch.equal(this.model(**inputs, use_cache=False).logits, lazy)
+
+
+def test_a_store_of_text_follows_drafts() -> None:
+    """Drafts of prompt lookup reach the cut's layer uncut; its store has each of its entries."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 5}
+    config = LlamaConfig(vocab_size=23, num_attention_heads=4, eos_token_id=None, **sizes)
+    model, prompt = LlamaForCausalLM(config).eval(), torch.randint(3, 23, (1, 61))
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+    with attach(model, "lazyllm@llm2:0.4?tokens=text"):
+        out = model.generate(
+            prompt, prompt_lookup_num_tokens=3, return_dict_in_generate=True, **options
+        )
+    layer = out.past_key_values.layers[2]
+    assert out.sequences.shape[1] == 77
+    assert [len(row.present) for row in layer.store] == [layer.keys.shape[2]]
