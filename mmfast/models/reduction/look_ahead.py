@@ -43,7 +43,7 @@ class _Peek(ForwardStep):
     def __init__(self, step: ForwardStep, hidden: Tensor) -> None:
         self.__dict__.update(step.__dict__)
         self.sites, self._groups, self._masks, self._plane = [], {}, {}, 0
-        self._reviving = set()
+        self.reviving = set()
         self.rebuild = True  # the given mask may be made for a static cache
         self._hidden = hidden
 
