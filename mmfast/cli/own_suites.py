@@ -106,11 +106,11 @@ def eval_needles(given: dict[str, Any]) -> None:
 
     environ, rows = environment(), list[dict[str, Any]]()
     documents = {key: given[key] for key in ("length", "aware")}
-    ways = (given["reduce"] or [], given["cache"] or [])
+    ways = {"reduces": given["reduce"] or [], "caches": given["cache"] or []}
     asked = {key: given[key] for key in ("n", "seed", "model")}
     with kept_results(given, (), **documents) as kept, output.progress("eval") as tick:
         told = lambda label, done, total: tick(done, total, label)
-        for row in needle_rows(*ways, **asked, **documents, progress=told, known=kept.find):
+        for row in needle_rows(**ways, **asked, **documents, progress=told, known=kept.find):
             rows.append(row)
             output.keep_rows(given["out"], kept.new([{**row, **environ}]))
     kinds, cells = rows[0]["by_kind"], list[list[Any]]()

@@ -314,7 +314,7 @@ class Hooks:
         call.kwargs = None
         length, cache = length_of(kwargs), cache_of(kwargs)
         mask = kwargs.get("attention_mask")
-        past, ok = padding_of(mask, length, call.past, cache)
+        past, ok = padding_of(mask, length, call.past, cache, self._text.config)
         sequences, sites = Sequences(length, [], [], [], ok), self._sites
         if features_given(kwargs):
             strict = bool(self._sites)

@@ -116,23 +116,35 @@ def forget_masks(cache: Any) -> None:
 
 
 def padding_of(
-    mask: Any, length: int, past: int, cache: Any
+    mask: Any, length: int, past: int, cache: Any, config: Any
 ) -> tuple[Tensor | None, Tensor | None]:
     """Masks of the P earlier and L new tokens, `[B, P]` and `[B, L]`, False at padding, or None.
 
     The mask is None, `[B, P + L]`, or what `generate` makes for a static cache: 4-D, or a dict.
     `past` counts dropped tokens, too.
     """
-    if isinstance(mask, dict):
-        mask = mask.get(FULL, next(iter(mask.values())))
+    kind, mask = _kind_and_mask(mask, config)
     if mask is None:
         return None, None
-    if mask.ndim == 4:  # the last query sees all that is no padding
-        seen = _visible(mask, length, past, cache)[:, 0, -1]
+    if mask.ndim == 4:
+        seen = _visible(mask, length, past, cache)[:, 0]
+        n, rows = seen.shape[-1], -1
+        if kind == SLIDING:  # the last query that has a token in its window sees it
+            last = torch.arange(n, device=seen.device) + config.sliding_window - 1
+            rows = last.clamp(n - length, n - 1) - n
+        seen = seen[:, rows, torch.arange(n, device=seen.device)]
     else:
         seen = mask[:, -(past + length) :].bool()
     new, old = seen[:, -length:], seen[:, :-length]
     return None if bool(old.all()) else old, None if bool(new.all()) else new
+
+
+def _kind_and_mask(mask: Any, config: Any) -> tuple[str, Any]:
+    """Of the masks of a call the one that hides least, and of which kind of layers it is."""
+    if not isinstance(mask, dict):
+        return kind_of(config, 0), mask
+    kind = FULL if FULL in mask else next(iter(mask))
+    return kind, mask[kind]
 
 
 def _visible(mask: Tensor, length: int, past: int, cache: Any) -> Tensor:
@@ -149,10 +161,7 @@ def refuse_own_mask(
     Shortened prompts get masks of stock code, which would show what such a mask hides. `blocks`
     `[B, L]` numbers the block inside which a new token may see forward, -1 outside.
     """
-    kind = kind_of(config, 0)
-    if isinstance(mask, dict):
-        kind = FULL if FULL in mask else next(iter(mask))
-        mask = mask[kind]
+    kind, mask = _kind_and_mask(mask, config)
     if mask is None or mask.ndim != 4:
         return
     seen = _visible(mask, length, past, cache)

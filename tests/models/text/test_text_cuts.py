@@ -149,6 +149,19 @@ def test_generation_modes(name: str, spec: str) -> None:
             written(model, ids, 2, prefill_chunk_size=16)
 
 
+@pytest.mark.parametrize("spec", ["fastv@llm2:0.4?tokens=text", "slimfer@llm2:0.4?tokens=text"])
+def test_a_static_cache_of_windows_alone_is_not_padding_behind_them(spec: str) -> None:
+    """A window's mask hides what is far as it hides padding; rows say which is which."""
+    model = text_model("mistral_window")
+    both = padded([prompt(LENGTH), prompt(30, 1)])
+    with attach(model, spec):
+        new, logits, _ = written(model, both)
+        static = {"cache_implementation": "static", "disable_compile": True}
+        again = written(model, both, **static)
+    assert torch.equal(again[0], new)
+    torch.testing.assert_close(again[1], logits, atol=1e-5, rtol=0)
+
+
 def test_a_budget_above_a_chunk_is_refused_as_one_below() -> None:
     """A chunk of no more tokens than the budget is no short prompt, of which all may stay."""
     model, ids = text_model("llama"), {"input_ids": prompt(LENGTH)}
