@@ -106,7 +106,7 @@ def eval_needles(given: dict[str, Any]) -> None:
 
     environ, rows = environment(), list[dict[str, Any]]()
     documents = {key: given[key] for key in ("length", "aware")}
-    ways = {"reduces": given["reduce"] or [], "caches": given["cache"] or []}
+    ways: dict[str, Any] = {"reduces": given["reduce"] or [], "caches": given["cache"] or []}
     asked = {key: given[key] for key in ("n", "seed", "model")}
     with kept_results(given, (), **documents) as kept, output.progress("eval") as tick:
         told = lambda label, done, total: tick(done, total, label)
