@@ -286,6 +286,8 @@ def _parse_knobs(method: Method, text: str | None) -> dict[str, Any]:
             raise SpecError(
                 f"knob {name!r} of {method.name!r} has no value; write {name}={method.knobs[name]}"
             )
+        if name in knobs:
+            raise SpecError(f"knob {name!r} of {method.name!r} is given twice; write it once")
         knobs[name] = _convert(method, name, value)
         if name == TOKENS and method.text and value not in TOKEN_KINDS:
             raise SpecError(

@@ -227,6 +227,8 @@ def _knobs(kind: str, text: str) -> dict[str, object]:
         name, _, value = pair.partition("=")
         if name not in known:
             raise SpecError(unknown(f"knob of decode {kind!r}", name, known))
+        if name in found:
+            raise SpecError(f"knob {name!r} of decode {kind!r} is given twice; write it once")
         default = known[name]
         try:
             if isinstance(default, bool):

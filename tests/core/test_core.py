@@ -306,6 +306,7 @@ def test_parse_stages() -> None:
         ("random:0.5?seed=x", ["seed='x'", "int"]),
         ("random:0.5?seed", ["no value", "seed=0"]),
         ("random:0.5?seed=", ["no value"]),
+        ("random:0.5?seed=1&seed=2", ["seed", "twice"]),
         ("divprune:0.5?parity=maybe", ["maybe", "bool"]),
         ("+", ["cannot read"]),
         ("evs:0.5+", ["cannot read"]),

@@ -140,6 +140,7 @@ def test_specs_that_learn() -> None:
         ("draft:small?learn=2", "no rate"),
         ("draft:small?learn=1e-3&tree=2", "from chains"),
         ("self:0.1?learn=1e-3", "unknown knob"),
+        ("draft:small?learn=1e-3&learn=1e-4", "twice"),
     ):
         with pytest.raises(SpecError, match=words):
             plan_decode(text)
