@@ -301,13 +301,19 @@ def listed(kind: str | None = None) -> list[Method]:
 
 def _read(package: str, rows: Methods) -> None:
     """Enter the methods of a package by running the declarations of its files alone."""
-    home = Path(__file__).parents[1]
+    rows |= _declared(Path(__file__).parents[1], package)
+
+
+@lru_cache(maxsize=len(PACKAGES))  # one command asks three times, and parsing takes a while
+def _declared(home: Path, package: str) -> Methods:
+    rows = Methods()
     names = {name: partial(run, into=rows) for name, run in _ENROLLING.items()}
     for path in sorted((home / package.rpartition(".")[2]).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         tree.body = [node for node in tree.body if _hollowed(node)]
         module = ".".join(("mmfast", *path.relative_to(home).with_suffix("").parts))
         exec(compile(tree, str(path), "exec"), {**names, "__name__": module})
+    return rows
 
 
 def _hollowed(node: Any) -> bool:
