@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -98,6 +98,13 @@ class Compressor(nn.Module):
                 f"{width}, and its weights are for {mine['tokens']} of {have[0][0]} x {have[0][1]} "
                 f"of width {mine['width']}; train it on this model ({training(self.name, tokens)})"
             )
+
+
+def check_rank(rank: int, shapes: Iterable[Sequence[int]]) -> None:
+    """Refuse a LoRA that is wider than all the layers of these shapes (ModelError)."""
+    most = max(map(min, shapes), default=rank)
+    if rank > most:
+        raise ModelError(f"a LoRA of rank {rank} is wider than all layers; give up to {most}")
 
 
 def training(name: str, tokens: int) -> str:

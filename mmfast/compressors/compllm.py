@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from mmfast.compressors.base import Compressor
-from mmfast.core.errors import ModelError
+from mmfast.compressors.base import Compressor, check_rank
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
@@ -38,9 +37,7 @@ class CompLLM(Compressor, name="compllm"):
     ) -> None:
         super().__init__()
         known = {name: [int(size) for size in shape] for name, shape in shapes.items()}
-        most = max((min(shape) for shape in known.values()), default=rank)
-        if rank > most:
-            raise ModelError(f"a LoRA of rank {rank} is wider than all layers; give up to {most}")
+        check_rank(rank, known.values())
         self.config = {"width": width, "tokens": tokens, "shapes": known}
         self.config |= {"segment": segment, "rank": rank, "alpha": alpha}
         self.rate, self.segment, self.scale = tokens, segment, alpha / rank

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from mmfast.compressors.base import check_rank
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.wrappers import decoder_of, stock_model
 
@@ -40,9 +41,7 @@ def with_lora(model: Any, rank: int, scale: float = 2.0) -> Any:
         raise ModelError(
             f"the {type(decoder).__name__} of {type(stock).__name__} has no linear layer for a LoRA"
         )
-    most = max(min(layer.in_features, layer.out_features) for layer in linear.values())
-    if rank > most:
-        raise ModelError(f"a LoRA of rank {rank} is wider than all layers; give up to {most}")
+    check_rank(rank, ((layer.in_features, layer.out_features) for layer in linear.values()))
     home = next(name for name, module in stock.named_modules() if module is decoder)
     inside = rf"{re.escape(home)}\..*" if home else ".*"
     names = rf"{inside}\b({'|'.join(sorted(leaves))})"

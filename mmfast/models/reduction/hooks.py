@@ -92,7 +92,7 @@ class Hooks:
         ends = any(site.of_text or site.bypasses or site.fuses for site in sites)
         self._prompts = PromptTracker() if ends else None
         self._tracks = self._prompts is not None and not whole
-        reviving = [site.layer for site in sites if site.revives]
+        self._reviving = reviving = {site.layer for site in sites if site.revives}
         self._turns = turns_once(self._text, self._adapter.mrope)
         renumbers = any(site.renumbers(self._turns) for site in sites)
         self._recount = Recount() if renumbers else None
@@ -336,7 +336,7 @@ class Hooks:
             refuse_packed(kwargs.get("position_ids"), mask, stored)
         step.before = self._before
         # A store follows drafts, too, which sites of text do not cut.
-        step.reviving = {site.layer for site in self._sites if site.revives}
+        step.reviving = self._reviving
         step.turns, step.restores = self._turns, not self._text.training
         if part is not None and (part.rest or not part.first):
             whole = length + part.rest  # a budget may exceed a part, which then acts on nothing

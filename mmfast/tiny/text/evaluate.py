@@ -164,8 +164,8 @@ def _copies(cache: Any, many: int) -> Any:
 def _kept(trace: Any) -> float:
     """Share of what went in that is left behind all stages; beside a cache policy, of entries."""
     rows, share = [] if trace is None else trace.rows, 1.0
-    stages = {row.stage for row in rows}
-    for stage in stages & {"kv"} or stages:
+    stages = dict.fromkeys(row.stage for row in rows)  # in one order, as is their product
+    for stage in ["kv"] if "kv" in stages else stages:
         mine = [row for row in rows if row.stage == stage]
         if before := sum(row.tokens_in for row in mine):
             share *= sum(row.tokens_out for row in mine) / before
