@@ -17,6 +17,9 @@ def main() -> None:
     if own:
         signal.signal(signal.SIGINT, _leave)
     from mmfast.cli import main as command
+    from mmfast.core.large_pages import use_large_pages
+
+    use_large_pages()
 
     if own:
         signal.signal(signal.SIGINT, signal.default_int_handler)

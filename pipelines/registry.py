@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.large_pages import use_large_pages
 
 T = TypeVar("T", bound=type)
 TASKS: dict[str, tuple[str, str]] = {}  # module and class by task
@@ -96,4 +97,5 @@ def pipeline(task: str, model: Any = None, **options: Any) -> Any:
     if name not in TASKS:
         raise MmfastError(unknown("task", task, [*TASKS, *ALIASES]))
     module, cls = TASKS[name]
+    use_large_pages()
     return getattr(importlib.import_module(module), cls)(model, **options)

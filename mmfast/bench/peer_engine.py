@@ -82,8 +82,12 @@ def mmfast_engine(given: Given) -> Answerer:
         "video-qa", given["folder"], dtype=given["dtype"], weights=given["weights"], device="cpu"
     )
 
+    encoder = given["encoder"]
+
     def reduced(prune: str | None) -> Any:
-        return mmfast.attach(pipe.model, prune) if prune else nullcontext()
+        if prune is None and encoder is None:
+            return nullcontext()
+        return mmfast.attach(pipe.model, prune, encoder=encoder)
 
     return _generated(pipe.model, pipe.processor, given, reduced)
 

@@ -30,6 +30,7 @@ from mmfast.bench.results import Row, environment
 from mmfast.bench.suites.vllm_load import ENVIRON, save
 from mmfast.bench.timing import AGAIN, PairedTimes, Sample, interleave, spread
 from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.large_pages import LARGE_PAGES
 from mmfast.core.spec import parse
 from mmfast.models.packing import FASTEST
 
@@ -90,12 +91,14 @@ class PeerJob:
     dtype: str
     prune: str | None = None  # a spec of ours, or the name of the engine's own method
     weights: str | None = None  # rounded weights, of ours or of OpenVINO's compression
+    encoder: str | None = None  # how the tower runs, of ours
 
     @property
     def name(self) -> str:
         """Text of the table."""
         packed = self.weights and f"weights {self.weights}"
-        parts = (self.engine, self.dtype, packed, self.prune)
+        tower = self.encoder and f"encoder {self.encoder}"
+        parts = (self.engine, self.dtype, packed, tower, self.prune)
         return " ".join(part for part in parts if part)
 
     @property
@@ -103,6 +106,7 @@ class PeerJob:
         """The options a process is started with; jobs that prune by request share one."""
         prune = self.prune if self.engine == "vllm" else None
         names = {"engine": self.engine, "dtype": self.dtype, "weights": self.weights}
+        names |= {"encoder": self.encoder}
         return {**names, "prune": prune, "kept": KEPT}
 
 
@@ -114,10 +118,11 @@ def peer_jobs(reduces: Sequence[str] = REDUCES, engines: Sequence[str] = ()) -> 
     for spec in reduces:
         parse(spec)
     full, half = "float32", "bfloat16"
-    own = [
-        (None, None),
-        *((spec, None) for spec in reduces),
+    own: list[tuple[str | None, ...]] = [
+        (None,),
+        *((spec,) for spec in reduces),
         *((spec, form) for spec in reduces[:1] for form in (FASTEST, "int4")),
+        *((spec, FASTEST, "compile") for spec in reduces[:1]),
     ]
     jobs = [
         *(PeerJob("transformers", dtype) for dtype in (full, half)),
@@ -158,7 +163,10 @@ class PeerProcess:
     def __init__(self, python: Path, given: Row, log: Path) -> None:
         self._folder, self._log = str(given["folder"]), log
         own = python == Path(sys.executable)
-        kept = {k: v for k, v in os.environ.items() if own or k != "PYTHONPATH"}
+        # Stock engines run as their users find them; mmfast asks for large pages by itself.
+        kept = {k: v for k, v in os.environ.items() if k != LARGE_PAGES}
+        if not own:
+            kept.pop("PYTHONPATH", None)
         fixed = {"OMP_NUM_THREADS": str(given["threads"]), "HF_HUB_OFFLINE": "1"}
         words = [str(python), peer_engine.__file__, json.dumps(given)]
         with log.open("wb") as errors:

@@ -87,12 +87,13 @@ class JointProduct:
     They are held for the thread that made them until all are taken, or the input is gone.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = tuple(sizes)
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self.sizes = tuple(layer.out_features for layer in layers)
+        self._biases = tuple(layer.bias for layer in layers)
         self._held: dict[int, _Columns] = {}
 
     def columns(self, place: int, x: Tensor, form: WeightForm) -> Tensor:
-        """Product `[m, N]` of the layer at `place` with `x` `[.., K]`; `form` is that of all."""
+        """What the layer at `place` makes of `x` `[.., K]`, `[m, N]`; `form` is that of all."""
         thread = get_ident()
         version = 0 if x.is_inference() else x._version  # one that was written to is another
         held = self._held.get(thread)
@@ -102,7 +103,7 @@ class JointProduct:
                 del self._held[thread]
             if found is not None:
                 return found
-        whole = form.product(x.reshape(-1, x.shape[-1]))
+        whole = form.product(x.reshape(-1, x.shape[-1]), self._bias(x))
         parts: dict[int, Tensor] = dict(enumerate(whole.split(self.sizes, -1)))
         if len(whole) > 1:  # a cache may keep a small part for long, and with a view all of it
             small = [n for n, part in parts.items() if 2 * part.shape[-1] < whole.shape[-1]]
@@ -112,6 +113,12 @@ class JointProduct:
         self._held[thread] = _Columns(gone, version, parts)
         return mine
 
+    def _bias(self, x: Tensor) -> Tensor | None:
+        if not any(bias is not None for bias in self._biases):
+            return None
+        own = zip(self._biases, self.sizes, strict=True)
+        return torch.cat([x.new_zeros(size) if bias is None else bias for bias, size in own])
+
     def rows(self, place: int) -> slice:
         """Rows of the joint weights that belong to a layer."""
         start = sum(self.sizes[:place])
@@ -119,7 +126,8 @@ class JointProduct:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JointProduct:
         """Hold nothing of the original."""
-        twin = memo[id(self)] = JointProduct(self.sizes)
+        twin = memo[id(self)] = JointProduct(())
+        twin.sizes, twin._biases = self.sizes, self._biases
         return twin
 
 
@@ -155,12 +163,10 @@ class PackedLinear(nn.Module):
         if form is None:
             return F.linear(x, self._stock[0].weight, self.bias)
         if self._joint is None:
-            found = form.product(x.reshape(-1, self.in_features))
+            found = form.product(x.reshape(-1, self.in_features), self.bias)
         else:
             whole, place = self._joint
             found = whole.columns(place, x, form)
-        if self.bias is not None:
-            found = found.add_(self.bias)
         return found.reshape(*x.shape[:-1], self.out_features)
 
     @property
@@ -169,7 +175,7 @@ class PackedLinear(nn.Module):
         form = self._forms[0]
         if form is None:
             return self._stock[0].weight
-        whole, place = self._joint or (JointProduct([self.out_features]), 0)
+        whole, place = self._joint or (JointProduct([self]), 0)
         return form.weight()[whole.rows(place)].to(self._dtype)
 
     @property
@@ -374,7 +380,7 @@ def _packed_layers(
     if several and any(f is None and n != STOCK for f, n in ((one, few), (other, many))):
         parts = (_packed_layers([each], few, many, found, head) for each in layers)
         return [new for (new,) in parts]
-    joint = JointProduct([layer.out_features for layer in layers])
+    joint = JointProduct(layers)
     news = [
         PackedLinear(layer, one, other, (joint, place) if several else None)
         for place, layer in enumerate(layers)

@@ -42,8 +42,8 @@ class WeightForm(Protocol):
     def nbytes(self) -> int:
         """Bytes that are held."""
 
-    def product(self, x: Tensor) -> Tensor:
-        """`x` `[m, K]` times the transposed weights, `[m, N]` in the dtype of `x`."""
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x` `[m, K]` times the transposed weights, and `bias` `[N]`: `[m, N]` as `x`."""
 
     def weight(self) -> Tensor:
         """The weights `[N, K]` as they count, in float32."""
@@ -101,6 +101,18 @@ def _bytes(*tensors: Tensor | None) -> int:
     return sum(each.nbytes for each in tensors if each is not None)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product with weights that oneDNN has laid out, which no compiler of torch reads."""
+    run = torch.ops.mkldnn._linear_pointwise
+    return cast(Tensor, run(x, weight, bias, "none", [], ""))
+
+
+def _added(found: Tensor, bias: Tensor | None) -> Tensor:
+    """A fresh product with its bias, in place."""
+    return found if bias is None else found.add_(bias)
+
+
 class HalfWeights:
     """bfloat16 weights and activations."""
 
@@ -115,13 +127,12 @@ class HalfWeights:
         """Bytes that are held."""
         return 2 * self._shape.numel()
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `WeightForm`."""
-        half = x.to(torch.bfloat16)
-        if not self._onednn:
-            return F.linear(half, self._weight).to(x.dtype)
-        run = torch.ops.mkldnn._linear_pointwise
-        return cast(Tensor, run(half, self._weight, None, "none", [], "")).to(x.dtype)
+        half, fused = x.to(torch.bfloat16), bias if x.dtype is torch.bfloat16 else None
+        run = _onednn_product if self._onednn else F.linear
+        found = run(half, self._weight, fused).to(x.dtype)
+        return found if fused is bias else _added(found, bias)
 
     def weight(self) -> Tensor:
         """See `WeightForm`."""
@@ -142,10 +153,10 @@ class Float16Weights:
         """Bytes that are held."""
         return 2 * self._shape.numel()
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `WeightForm`."""
         found: Tensor = _kernels().linear_dynamic_fp16(x.float(), self._packed)
-        return found.to(x.dtype)
+        return _added(found.to(x.dtype), bias)
 
     def weight(self) -> Tensor:
         """See `WeightForm`."""
@@ -221,8 +232,11 @@ class Int8Weights:
         twice = (self._packed is not None) + (self._whole is not None)
         return twice * self._count + _bytes(self._scale, self._narrow)
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `WeightForm`."""
+        return _added(self._product(x), bias)
+
+    def _product(self, x: Tensor) -> Tensor:
         whole = self._whole
         if whole is None:
             return self._in_two_parts(x.float()).to(x.dtype)
@@ -265,13 +279,15 @@ class DynamicWeights:
         """Bytes that are held."""
         return self._count
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `WeightForm`."""
         if len(x) == 1:
             whole = x.float()
-            return _multiplied(whole, _one_step(whole), self._packed).to(x.dtype)
-        steps = _row_steps(x.float())
-        return _multiplied(x.float() / steps, 1.0, self._packed).mul_(steps).to(x.dtype)
+            found = _multiplied(whole, _one_step(whole), self._packed)
+        else:
+            steps = _row_steps(x.float())
+            found = _multiplied(x.float() / steps, 1.0, self._packed).mul_(steps)
+        return _added(found.to(x.dtype), bias)
 
     def weight(self) -> Tensor:
         """See `WeightForm`."""
@@ -308,13 +324,13 @@ class Int4Weights:
         """Bytes that are held: every weight twice, for few rows and for many."""
         return _bytes(self.packed, self.scales, self._pairs)
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `WeightForm`."""
         if len(x) > FEW:
-            return x @ self._columns(x.dtype)
+            return _added(x @ self._columns(x.dtype), bias)
         run = torch.ops.aten._weight_int4pack_mm_for_cpu
         found: Tensor = run(x.to(torch.bfloat16), self.packed, GROUP, self.scales)
-        return found.to(x.dtype)
+        return _added(found.to(x.dtype), bias)
 
     def _columns(self, dtype: torch.dtype) -> Tensor:
         """The weights as they count, transposed `[K, N]`; in bfloat16 rounded once."""

@@ -167,9 +167,9 @@ class _Counted:
     def __init__(self, form: Any) -> None:
         self.form, self.calls = form, 0
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         self.calls += 1
-        found: torch.Tensor = self.form.product(x)
+        found: torch.Tensor = self.form.product(x, bias)
         return found
 
 

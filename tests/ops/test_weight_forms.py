@@ -231,3 +231,16 @@ def test_int8_of_no_whole_blocks(
 def test_unknown_forms() -> None:
     with pytest.raises(ModelError, match=r"'int9'.*int8"):
         pack("int9", _drawn(64, 64))
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_is_added_to_the_product(name: str, rows: int, dtype: torch.dtype) -> None:
+    weight, x = _drawn(64, 64), _drawn(rows, 64, seed=1).to(dtype)
+    bias = _drawn(64, 1, seed=2)[:, 0].to(dtype)
+    form = pack(name, weight)
+    found, plain = form.product(x, bias), form.product(x)
+    assert found.dtype == dtype
+    off = 0.0 if dtype is torch.float32 else 0.02  # oneDNN rounds once
+    torch.testing.assert_close(found, plain + bias, rtol=off, atol=off)

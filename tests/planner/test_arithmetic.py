@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,27 @@ def test_devices_are_measured_once(model: Any, home: Path, monkeypatch: pytest.M
         file.write_text(damage)
         monkeypatch.setattr(arithmetic, "_times", measure)
         assert arithmetic.measured(model).keys() == found.keys()
+
+
+class _MadeAtFirst:
+    """A form of weights whose kernel is made at its first call, as those of oneDNN are."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight, self._made = weight, False
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not self._made:
+            time.sleep(0.2)
+        self._made = True
+        return torch.nn.functional.linear(x, self._weight, bias)
+
+
+def test_a_kernel_that_is_made_at_its_first_call_is_not_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arithmetic, "pack", lambda _, weight: _MadeAtFirst(weight))
+    found = arithmetic._times((512, 512), 1, torch.float32, ("int8",))
+    assert found["int8"][0] < 50 and found["int8"][1] < 1e-6
 
 
 def test_folders_that_cannot_be_written_are_no_error(

@@ -70,10 +70,7 @@ class DraftWeights:
         if not getattr(self._here, "drafts", False) or x.numel() > FEW * x.shape[-1]:
             found: Tensor = stock(x)
             return found
-        found = form.product(x.reshape(-1, x.shape[-1]))
-        if layer.bias is not None:
-            found = found.add_(layer.bias)
-        return found.reshape(*x.shape[:-1], -1)
+        return form.product(x.reshape(-1, x.shape[-1]), layer.bias).reshape(*x.shape[:-1], -1)
 
 
 class LightReader(SequenceReader):

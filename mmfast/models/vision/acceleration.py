@@ -39,6 +39,7 @@ from mmfast.models.families.adapter import tower_of
 from mmfast.models.families.tower import SEGMENTS, Tower, attention_of, grid_tables
 from mmfast.models.patching import override
 from mmfast.models.vision.folding import plan_encoder
+from mmfast.models.vision.row_blocks import in_blocks
 from mmfast.ops.attention import segment_attention
 
 Convolution = nn.Conv2d | nn.Conv3d
@@ -269,6 +270,8 @@ def fast_encoder(model: Any, encoder: str | None) -> Iterator[None]:
             stack.enter_context(override(conv, "forward", partial(as_linear, conv)))
         stack.enter_context(fused_attention(tower))
         stack.enter_context(_skipping(tower))
+        if mode == "fast":
+            stack.enter_context(in_blocks(tower))
         if mode == "compile":
             for block in tower.blocks:
                 stack.enter_context(override(block, "forward", partial(_compiled, block)))

@@ -23,6 +23,7 @@ from tower_checks import GRIDS, onevision, pixels, qwen
 
 from mmfast.core.errors import ModelError
 from mmfast.models.families.adapter import tower_of
+from mmfast.models.packing import WeightPlan, pack_weights
 from mmfast.models.vision import acceleration as fast
 from mmfast.models.vision.acceleration import (
     TowerGraphs,
@@ -37,6 +38,7 @@ from mmfast.ops.attention import (
     segment_attention,
     widened,
 )
+from mmfast.ops.weight_forms import has_onednn
 
 WAITS = (DataDependentOutputException, DynamicOutputShapeException)
 LENGTHS = [(5,), (4, 4, 4), (3, 7, 3, 3, 1), (2, 5, 2, 9, 5)]
@@ -139,6 +141,21 @@ def test_compiled_blocks(monkeypatch: Any) -> None:
         found = features(model, "video", {"pixel_values_videos": frames})
     torch.testing.assert_close(found, expected, **CLOSE)
     assert compiled == [type(tower_of(model).blocks[0]).forward]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs a C++ compiler")
+@pytest.mark.skipif(not has_onednn(), reason="the processor multiplies no bfloat16")
+def test_compiled_blocks_on_packed_weights() -> None:
+    """What oneDNN has laid out is no tensor that a compiler can read."""
+    torch.compiler.reset()
+    model = qwen("qwen2_5_vl").bfloat16()
+    call = {"pixel_values_videos": pixels(GRIDS).bfloat16(), "video_grid_thw": GRIDS}
+    expected = features(model, "video", call)
+    assert pack_weights(model, WeightPlan(tower="bfloat16")).layers
+    with fast_encoder(model, "compile"):
+        found = features(model, "video", call)
+    assert (found - expected).norm() < 0.02 * expected.norm()
 
 
 class Recorder:
