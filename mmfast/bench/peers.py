@@ -122,7 +122,7 @@ def peer_jobs(reduces: Sequence[str] = REDUCES, engines: Sequence[str] = ()) -> 
         (None,),
         *((spec,) for spec in reduces),
         *((spec, form) for spec in reduces[:1] for form in (FASTEST, "int4")),
-        *((spec, FASTEST, "compile") for spec in reduces[:1]),
+        *((spec, FASTEST, "compile") for spec in (None, *reduces[:1])),
     ]
     jobs = [
         *(PeerJob("transformers", dtype) for dtype in (full, half)),
@@ -321,9 +321,13 @@ def run_peers(
     envs: Path | None = None,
     install: bool = False,
     engines: Sequence[str] = (),
+    at_once: int | None = None,
     tick: Tick = quiet,
 ) -> list[Row]:
-    """Measure all engines on one checkpoint in interleaved rounds; return a row for each job."""
+    """Measure all engines on one checkpoint in interleaved rounds; return a row for each job.
+
+    All are in memory together, or `at_once` of them beside the first, which each is compared with.
+    """
     if preset not in SHAPES:
         raise MmfastError(unknown("shape of mmfast peers", preset, SHAPES))
     if frames < 2 or frames % 2:
@@ -332,6 +336,8 @@ def run_peers(
         raise MmfastError(f"--tokens {tokens}: a step leads from token to token; give at least 2")
     if rounds < 1:
         raise MmfastError(f"--rounds {rounds} measures nothing; give at least 1")
+    if at_once is not None and at_once < 1:
+        raise MmfastError(f"--at-once {at_once}: one engine runs beside the first at least")
     shape, jobs = SHAPES[preset], peer_jobs(reduces or REDUCES, engines)
     environ = environment()
     given: Row = {"frames": frames, "grid": shape.grid, "tokens": tokens}
@@ -339,15 +345,35 @@ def run_peers(
     given["visual"] = frames // 2 * shape.grid[0] * shape.grid[1]
     with tempfile.TemporaryDirectory(prefix="mmfast-peers-") as folder:
         write_checkpoint(Path(folder), shape)
-        with closing(PeerRun(jobs, {**given, "folder": folder}, envs)) as run:
-            for number, job in enumerate(jobs):
-                tick(f"start {job.name}", number, len(jobs))
-                run.start(job, install)
-            samples = _rounds(run, rounds, tick)
+        rows = _measured(jobs, {**given, "folder": folder}, envs, install, at_once, rounds, tick)
     shared = {"suite": "peers", "bench": "peers", "preset": preset, "device": "cpu", **environ}
     shared |= {key: given[key] for key in ("frames", "threads", "visual")}
     shared |= {"answer_tokens": tokens, "clock": "wall", "load": os.getloadavg()[0]}
-    return [{**shared, **_row(run, job, samples)} for job in jobs]
+    return [{**shared, **row} for row in rows]
+
+
+def _measured(
+    jobs: Sequence[PeerJob],
+    given: Row,
+    envs: Path | None,
+    install: bool,
+    at_once: int | None,
+    rounds: int,
+    tick: Tick,
+) -> list[Row]:
+    """Return rows of jobs that run together with the first that does, so many at once."""
+    rows: dict[str, Row] = {}
+    first, others, size = jobs[:1], jobs[1:], at_once or len(jobs)
+    for start in range(0, max(1, len(others)), size):
+        group = [*first, *others[start : start + size]]
+        with closing(PeerRun(group, given, envs)) as run:
+            for job in group:
+                tick(f"start {job.name}", len(rows), len(jobs))
+                run.start(job, install)
+            samples = _rounds(run, rounds, tick)
+        rows = {job.name: _row(run, job, samples) for job in group} | rows
+        first = [job for job in group if job.name in run.alive][:1] or first
+    return [rows[job.name] for job in jobs]
 
 
 def _rounds(run: PeerRun, rounds: int, tick: Tick) -> dict[str, list[Sample]]:

@@ -43,6 +43,9 @@ def peers(
         str | None,
         typer.Option(help="Only these: transformers,vllm,vllm-compiled,openvino,mmfast."),
     ] = None,
+    at_once: Annotated[
+        int | None, typer.Option(help="As many beside the first, if memory is short.")
+    ] = None,
     envs: Annotated[
         Path | None, typer.Option(help="Folder of the environments vllm and openvino.")
     ] = None,
@@ -67,7 +70,8 @@ def peers(
     sizes = (preset, reduce, frames, threads, rounds, tokens)
     with output.progress("peers") as tick:
         told = lambda label, done, total: tick(done, total, label)
-        rows = run_peers(*sizes, envs=envs, install=install, engines=chosen, tick=told)
+        ways = {"envs": envs, "install": install, "engines": chosen, "at_once": at_once}
+        rows = run_peers(*sizes, **ways, tick=told)
     output.keep_rows(out, rows)
     output.print_table(rows, as_json, list(_HEAD.values()), map(_cells, rows))
     if all(row["state"] != "ok" for row in rows):

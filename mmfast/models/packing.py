@@ -93,7 +93,7 @@ class JointProduct:
         self._held: dict[int, _Columns] = {}
 
     def columns(self, place: int, x: Tensor, form: WeightForm) -> Tensor:
-        """What the layer at `place` makes of `x` `[.., K]`, `[m, N]`; `form` is that of all."""
+        """Output `[m, N]` of the layer at `place` for `x` `[.., K]`; `form` is that of all."""
         thread = get_ident()
         version = 0 if x.is_inference() else x._version  # one that was written to is another
         held = self._held.get(thread)

@@ -52,7 +52,7 @@ def ended() -> Iterator[list[PeerProcess]]:
 def given(folder: Path, **what: Any) -> dict[str, Any]:
     shared = {"folder": str(folder), "frames": FRAMES, "grid": SHAPES["tiny"].grid, "threads": 1}
     shared |= {"tokens": TOKENS, "visual": VISUAL, "dtype": "float32", "prune": None}
-    return {**shared, "weights": None, "kept": 0.25, **what}
+    return {**shared, "weights": None, "encoder": None, "kept": 0.25, **what}
 
 
 def greedy(folder: Path, seed: int) -> list[int]:
@@ -135,6 +135,40 @@ def test_engines_that_miss_or_end_leave_the_others(
     assert f"{FRAMES} frames, {VISUAL} visual tokens, {TOKENS} answer tokens" in told
 
 
+class _Counting:
+    """Stands in for a process: how many of them there are at a time."""
+
+    alive, most = 0, 0
+    release = "1"
+
+    def __init__(self, python: Path, given: dict[str, Any], log: Path) -> None:
+        if given["dtype"] == "float32":
+            raise PeerError("no such arithmetic")
+        _Counting.alive += 1
+        _Counting.most = max(_Counting.most, _Counting.alive)
+
+    def ask(self, seed: int, prune: str | None = None) -> dict[str, Any]:
+        row = {"ttft_ms": 4.0 if prune else 8.0, "step_ms": 2.0, "peak_mb": 1.0}
+        return {**row, "prompt_tokens": 72, "tokens": [seed]}
+
+    def close(self) -> None:
+        _Counting.alive -= 1
+
+
+def test_few_engines_at_once_are_compared_with_the_same_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers, "PeerProcess", _Counting)
+    monkeypatch.setattr(peers, "write_checkpoint", lambda *_: None)
+    rows = run_peers(frames=2, rounds=1, engines=["transformers", "mmfast"], at_once=2)
+    names = [job.name for job in peers.peer_jobs(engines=["transformers", "mmfast"])]
+    assert [row["job"] for row in rows] == names and len(names) > 6
+    assert rows[0]["state"] == rows[2]["state"] == "not run"  # the float32 ones
+    assert rows[1]["speedup"] == 1.0  # transformers bfloat16, the first that runs
+    assert all(row["speedup"] == (2.0 if row["reduce"] else 1.0) for row in rows[3:])
+    assert _Counting.most == 3 and _Counting.alive == 0
+
+
 def test_clips_differ_by_seed_and_are_made_again_alike() -> None:
     first, again, other = (clip(seed, 4, 2, 3) for seed in (1, 1, 2))
     assert first.shape == (4, 56, 84, 3) and (first == again).all() and (first != other).any()
@@ -152,6 +186,7 @@ def test_what_is_alike_ends_at_the_first_difference() -> None:
         ({"preset": "tinny"}, "unknown shape of mmfast peers 'tinny'"),
         ({"frames": 3}, "--frames 3: the model takes pairs"),
         ({"rounds": 0}, "--rounds 0 measures nothing"),
+        ({"at_once": 0}, "--at-once 0: one engine runs beside the first"),
         ({"engines": ["vlm"]}, "unknown engine 'vlm'"),
         ({"reduces": ["evz:0.5"]}, "evz"),
     ],
