@@ -50,7 +50,7 @@ class SuiteCurves:
 def suite_curves(name: str) -> SuiteCurves:
     """The newest rows of a suite: every method's budgets, ascending."""
     path = RESULTS / f"eval-{SUITES[name]}.jsonl"
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    rows = examples.measured_rows(path)
     full, curves = None, dict[str, dict[float, Measurement]]()
     for row in rows:
         point = _point(row)

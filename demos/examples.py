@@ -26,6 +26,11 @@ _FIRST = {
 PAGES = {"receipt.jpg": "tiny-document"}  # examples that an embedded model of their own reads
 
 
+def measured_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSON Lines file; only a new line ends one, whatever stands in its strings."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
 @cache
 def listing() -> dict[str, dict[str, str]]:
     """Questions and their right answers, by file."""
@@ -76,8 +81,7 @@ def right_answer(name: str, question: str) -> str | None:
 @cache
 def _measured() -> tuple[dict[str, Any], ...]:
     """Rows of the speed of `REAL`, each with the time of a further token, `decode_ms`."""
-    lines = (RESULTS / "bench-cpu.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [row for row in map(json.loads, lines) if row.get("preset") == REAL]
+    rows = [row for row in measured_rows(RESULTS / "bench-cpu.jsonl") if row.get("preset") == REAL]
     after = {row["reduce"]: row["median_ms"] for row in rows if row["stage"] == "decode"}
     return tuple(
         {**row, "decode_ms": after[row["reduce"]], "share": row["kept"] / row["tokens"],

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.files import json_lines
 from mmfast.core.source import code_of
 from mmfast.core.spec import parse
 from mmfast.models.loading import device_name, located
@@ -104,8 +105,7 @@ def _end(path: Path) -> tuple[int, bytes]:
 def load(path: str | Path) -> list[Row]:
     """Return the rows of a .jsonl file, in order."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines if line.strip()]
+        rows = json_lines(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise MmfastError(f"cannot read rows from {str(path)!r}: {error.strerror}") from None
     except ValueError as error:
@@ -128,7 +128,7 @@ def kept_rows(path: Path | None, suite: str) -> dict[str, Row]:
     if last and head.startswith(last[: len(head)]):
         os.truncate(path, len(data) - len(last))  # the rows before stay where they are
     try:
-        rows = [json.loads(line) for line in whole.split(b"\n") if line.strip()]
+        rows = json_lines(whole.decode())
     except ValueError as error:
         raise MmfastError(
             f"cannot go on from {str(path)!r}: a line is no JSON ({error}); name another file"

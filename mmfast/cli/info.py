@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -22,6 +21,7 @@ import mmfast
 from mmfast.cli.options import Json
 from mmfast.cli.output import print_json, print_rows, print_table
 from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.files import json_lines
 from mmfast.core.registry import NAMED_TOO, Method, listed
 
 # Files of rows by kind of media, and fields to sort by, the best first.
@@ -106,7 +106,7 @@ def _figures(media: str) -> dict[str, dict[str, dict[str, Any]]]:
         raise MmfastError(unknown("--for", media, _MEASURED))
     file = files("mmfast.assets").joinpath(f"results/{_MEASURED[media]}.jsonl")
     found = dict[str, dict[str, dict[str, Any]]]()
-    for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+    for row in json_lines(file.read_text(encoding="utf-8")):
         spec = " ".join(filter(None, (row["reduce"], row.get("cache"))))
         if plain := re.fullmatch(r"(?:(\w+):([\d.]+))?", spec):  # no site, knob or other stage
             keys = ("accuracy", "interval", "kept", "ttft_ms", "n", "model")

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 
 from mmfast.core.errors import MmfastError
+
+
+def text_lines(text: str) -> list[str]:
+    r"""Return the lines of a text that are not blank; only "\n" ends one.
+
+    `str.splitlines` ends them at U+2028 and U+0085, too, which may stand in a string of JSON.
+    """
+    return [line for line in text.split("\n") if line.strip()]
+
+
+def json_lines(text: str) -> list[Any]:
+    """Return what the lines of a JSON Lines text say; ValueError where one is no JSON."""
+    return [json.loads(line) for line in text_lines(text)]
 
 
 @contextmanager

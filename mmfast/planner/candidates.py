@@ -6,7 +6,6 @@ below the smallest there is no evidence.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any
 
 from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import MmfastError, SpecError
+from mmfast.core.files import json_lines
 from mmfast.core.spec import Spec, count, parse
 from mmfast.ops.weight_forms import FORMS
 from mmfast.planner.cost import Cost, Work
@@ -158,7 +158,7 @@ def shipped_rows() -> tuple[Row, ...]:
     for name in names:
         if name.startswith("eval") and name.endswith(".jsonl"):
             text = folder.joinpath(name).read_text(encoding="utf-8")
-            rows += [json.loads(line) for line in text.splitlines() if line.strip()]
+            rows += json_lines(text)
     return tuple(rows)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from mmfast.core.errors import warn
 from mmfast.streams.recent import APART, CUT, colour_change, small_picture
 
 PICTURES = 8  # of a moment, at least `STEP` seconds apart
@@ -61,13 +62,14 @@ class MomentAlbum:
     """All moments of a stream that fit into `limit` bytes, None for any number.
 
     When they no longer fit, the oldest moments lose every second picture until two are left; then
-    the oldest is forgotten, from which time on `whole` is False.
+    the oldest is forgotten, from which time on `whole` is False. A limit below one picture leaves
+    nothing, and is warned of once.
     """
 
     def __init__(self, limit: int | None) -> None:
         self.limit, self.whole = limit, True
         self._moments: list[StreamMoment] = []
-        self._bytes = 0
+        self._bytes, self._warned = 0, False
         self._last: tuple[float, Any] | None = None  # its time, and the last frame as it was
 
     def moments(self) -> list[StreamMoment]:
@@ -94,7 +96,7 @@ class MomentAlbum:
             now.end = now.times[-1] if apart else time
         self._last, file = (time, shown), _jpeg(shown)
         self._bytes += len(file)
-        if cut or len(self._moments[-1].files) >= PICTURES:
+        if cut or not self._moments or len(self._moments[-1].files) >= PICTURES:
             self._moments.append(StreamMoment([time], [file], cut, time))
         else:
             now = self._moments[-1]
@@ -103,6 +105,12 @@ class MomentAlbum:
             now.end = time
             now.known.clear()
         self._fit()
+        if not self._moments and not self._warned:
+            self._warned = True
+            warn(
+                f"a picture of {len(file)} bytes finds no room in a history of {self.limit} bytes; "
+                "open(history='64MB') keeps hours"
+            )
 
     def _fit(self) -> None:
         while self.limit is not None and self._bytes > self.limit and self._moments:

@@ -304,6 +304,12 @@ class Session:
             stream, album = self.stream, self.stream.album
             if album is None:
                 raise MmfastError("this session keeps no history; open(history='64MB') does")
+            moments, whole = album.moments(), album.whole
+            if not moments:
+                raise MmfastError(
+                    "nothing of the stream is in its history yet; push frames, or give history= "
+                    "more bytes, such as '64MB'"
+                )
             if stream.memory.archive is not None:
                 times = [each.time for each in stream.memory.blocks if each.kind == "frame"]
                 live, recalled = [time for time in times if time is not None], {}
@@ -312,7 +318,6 @@ class Session:
                     found = recalled_frames(branch)
                     recalled[thing] = {f.time: f.layers for f in found if f.time is not None}
             stream.counts["questions"] += 1
-            moments, whole = album.moments(), album.whole
         model = self.model if self.model.clips is None else self.model.clips()
         search = HistorySearch(
             moments, recalled, live, partial(_clip_of, model), _probability, _answer_of

@@ -430,6 +430,8 @@ class Stream:
             self._clip = None
         if self.album is not None and tree.get("album"):
             self.album.restore(tree["album"])
+        elif self.album is not None:  # what was seen before is missing
+            self.album.whole = not self.counts["frames"]
         archive = self.memory.archive
         if archive is None:
             return 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmfast.core.files import json_lines
 from mmfast.models.speech.layout import SpeechLayout
 from mmfast.tiny.document import fonts, prints
 
@@ -16,8 +17,7 @@ Row = dict[str, Any]
 
 def write_card(folder: Path, name: str) -> None:
     """Write README.md of the checkpoint `name`, such as "tiny-video", from its training.jsonl."""
-    lines = (folder / "training.jsonl").read_text(encoding="utf-8").splitlines()
-    log: list[Row] = [json.loads(line) for line in lines]
+    log: list[Row] = json_lines((folder / "training.jsonl").read_text(encoding="utf-8"))
     notes = (row["note"].rstrip(".") for row in _rows(log, "start", "note") if "note" in row)
     start = _rows(log, "start")[-1]
     shared = {key: start[key] for key in ("machine", "torch", "seed")}

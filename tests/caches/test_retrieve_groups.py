@@ -89,6 +89,32 @@ def test_groups_follow_blocks_that_are_lost_and_a_restored_archive() -> None:
     assert _numbers(archive, _query(0)) == []
 
 
+def test_a_group_whose_last_block_is_lost_leaves_nothing_behind() -> None:
+    """What comes after an archive ran empty is chosen as if nothing had been there before."""
+    blocks, spec = _blocks(64), "window:64+retrieve:2?group=4&look=1"
+    archive = _archive(spec, {n: keys for n, keys in blocks.items() if n < 21})
+    for number in range(21):
+        archive.forget(number)
+    later = {n: keys for n, keys in blocks.items() if n >= 21}  # the first is of a group of old
+    for number, keys in later.items():
+        places = torch.arange(TOKENS)[None]
+        archive.put(KVBlock((keys,), (keys,), places, torch.tensor([TOKENS]), (), number))
+    arrays = {number: keys.double().numpy() for number, keys in later.items()}
+    for seed in range(8):
+        query = _query(seed)
+        want = oracles.grouped_rekv(arrays, query.double().numpy(), 2, 4, 1)
+        assert _numbers(archive, query) == want
+
+
+def test_groups_of_blocks_that_find_no_room_take_none() -> None:
+    spec, sizes = "window:64+retrieve:2?group=4", []
+    for count in (100, 2_000):
+        archive = _archive(spec, _blocks(count), host=0)
+        assert archive.numbers() == [] and _numbers(archive, _query(0)) == []
+        sizes.append(archive.stats()["index_bytes"])
+    assert sizes[0] == sizes[1]
+
+
 def test_the_index_of_groups_is_small() -> None:
     blocks = _blocks(2_000)
     flat = _archive("window:64+retrieve:4", blocks).stats()["index_bytes"]

@@ -137,3 +137,10 @@ def test_a_full_disk_leaves_no_half_row(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(told, handler)
     assert path.read_text() == json.dumps({"key": 1}) + "\n"
+
+
+def test_separators_inside_a_string_part_no_row(tmp_path: Path) -> None:
+    """JSON allows them in strings; only a new line ends a row."""
+    rows = [{"key": "a", "answer": "one\u2028two\u2029three\x85four\x0bfive"}, {"key": "b"}]
+    append(tmp_path / "rows.jsonl", rows)
+    assert load(tmp_path / "rows.jsonl") == rows

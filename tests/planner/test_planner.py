@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from planner_rows import RATES, SHARES, WORK, Choosing, row
 
 from mmfast.bench.cases import build
+from mmfast.bench.results import append
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import methods, register, unregister
@@ -316,6 +318,15 @@ def test_sizes() -> None:
 
 def test_shipped_rows_are_read() -> None:
     assert any(r["reduce"] is None for r in shipped_rows())
+
+
+def test_separators_inside_a_string_part_no_shipped_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"suite": "video", "answer": "a\u2028b\x85c"}
+    append(tmp_path / "results" / "eval-odd.jsonl", [row, row])
+    monkeypatch.setattr("mmfast.planner.candidates.files", lambda package: tmp_path)
+    assert shipped_rows.__wrapped__() == (row, row)
     evidence = evidence_for("video", None, "tiny-video", lambda name: 5)
     assert evidence is not None and evidence.own and evidence.baselines
     assert all(c.layers == 5 for c in evidence.curves)

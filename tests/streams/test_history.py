@@ -204,6 +204,34 @@ def test_a_session_tells_when_and_how_long_and_refuses_the_rest(pipe: Any, tmp_p
             session.history(f"When was the {event.name} shown?")
 
 
+def test_a_history_without_room_for_a_picture_says_so(pipe: Any) -> None:
+    world = World(seed=91, every=12, facts=3)
+    with pipe.open(memory=MEMORY, history=100) as session:
+        with pytest.warns(UserWarning, match=r"a picture of \d+ bytes .* history of 100 bytes"):
+            session.push(world.frame(0), 0.0)
+        for second in range(1, 6):  # warned of once
+            session.push(world.frame(second), float(second))
+        assert session.stats()["history"] == {"moments": 0, "bytes": 0, "whole": False}
+        with pytest.raises(MmfastError, match=r"nothing of the stream is in its history"):
+            session.history("How many numbers have been shown?")
+
+
+def test_a_session_saved_without_a_history_tells_from_where_on_it_has_one(
+    pipe: Any, tmp_path: Path
+) -> None:
+    world, asked = World(seed=91, every=12, facts=3), "How many numbers have been shown?"
+    with pipe.open(memory=MEMORY, history=0) as session:
+        for second in range(4):
+            session.push(world.frame(second), float(second))
+        session.save(tmp_path)
+    with pipe.restore(tmp_path, history="1MB") as again:
+        with pytest.raises(MmfastError, match=r"nothing of the stream is in its history"):
+            again.history(asked)
+        for second in range(4, 8):
+            again.push(world.frame(second), float(second))
+        assert again.history(asked).since == 4.0
+
+
 def test_truth_of_the_suite_counts_runs_of_seconds() -> None:
     world = World(seed=5, every=30, facts=4)
     runs, numbers = showings(world, 120)

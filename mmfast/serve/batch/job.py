@@ -11,6 +11,7 @@ from typing import Any
 
 from mmfast.caches.plan import call_plan
 from mmfast.core.errors import MmfastError
+from mmfast.core.files import text_lines
 from mmfast.core.spec import parse
 from mmfast.decoding.speculation import plan_decode
 from mmfast.frontends.sampling import Ask
@@ -108,13 +109,13 @@ def read_questions(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
     lines: list[str] = []
     if file is not None:
         try:
-            lines = file.read_text(encoding="utf-8-sig").splitlines()  # of Windows' editors
+            lines = text_lines(file.read_text(encoding="utf-8-sig"))  # of Windows' editors
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is no UTF-8 text"
             raise MmfastError(
                 f"questions {quote(file)} cannot be read ({reason}); give a file, a question a line"
             ) from None
-    return tuple(check_question(q) for q in given) + tuple(q.strip() for q in lines if q.strip())
+    return tuple(check_question(q) for q in given) + tuple(line.strip() for line in lines)
 
 
 _VIDEO = "3gp asf avi flv m2ts m4v mkv mov mp4 mpeg mpg mts ogv ts webm wmv y4m"

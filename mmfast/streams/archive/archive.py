@@ -231,7 +231,7 @@ class LayerIndex:
         """Lose a block, if it is there."""
         self._clusters.drop(number)
         self._tokens.drop(number)
-        if self._groups is not None and len(self._clusters):
+        if self._groups is not None:
             self._groups.drop(number, self._clusters)
 
     def choose(self, query: Tensor, retriever: Retriever, newest: int | None = None) -> list[Found]:

@@ -196,6 +196,7 @@ class ReuseStore:
             self.quotas.limit("device"), lambda key, value: self._host.put(key, _placed(value, CPU))
         )
         self._due: OrderedDict[str, files.FlatTree] = OrderedDict()  # not on disk yet
+        self._writing = WholeLock()  # so that no older value takes the place of a newer one
         self._changed: set[str] = set()  # of these, those that replace a file
         self._folder: MediaFolder | None = None
         if self.quotas.folder is not None and self.quotas.disk != 0:
@@ -222,7 +223,8 @@ class ReuseStore:
             found = self._device.get(key)
             below = None
             if found is None:
-                below = self._host.get(key) or self._from_disk(key, bits or self.bits)
+                below = self._host.get(key) or self._due.get(key)
+                below = below or self._from_disk(key, bits or self.bits)
             if below is not None:
                 found = _placed(below, device)
                 if self._device.limit:
@@ -247,7 +249,8 @@ class ReuseStore:
     def sizes(self, key: str) -> dict[int, int] | None:
         """Bytes of a value's files by bits; None where memory has it."""
         with self._lock:
-            if key in self._device.held or key in self._host.held or self._folder is None:
+            held = (self._device.held, self._host.held, self._due)
+            if self._folder is None or any(key in each for each in held):
                 return None
             found = {}
             for bits in self.levels:
@@ -282,19 +285,28 @@ class ReuseStore:
 
     def flush(self) -> None:
         """Write what is not on disk yet: after an answer, so that none waits for the disk."""
-        with self._lock:
-            due, self._due = self._due, OrderedDict()
-            changed, self._changed = self._changed, set()
-        for key, flat in due.items():
-            try:
-                assert self._folder is not None
-                tree = files.unflatten(flat.skeleton, flat.tensors.__getitem__)
-                for bits in self.levels or (None,):
-                    own = tree if bits is None else with_coded(tree, bits)
-                    if bits == self.bits or has_coded(own):  # the rest is the same in all bits
-                        self._folder.write(self._name(key, bits), own, key in changed)
-            except OSError as error:
-                self._warn("disk_errors", f"cannot write ({error.strerror}); nothing is kept there")
+        with self._writing:
+            with self._lock:
+                due = [(key, flat, key in self._changed) for key, flat in self._due.items()]
+            for key, flat, anew in due:
+                try:
+                    self._write(key, flat, anew)
+                except OSError as error:
+                    why = f"cannot write ({error.strerror}); nothing is kept there"
+                    self._warn("disk_errors", why)
+                finally:  # found here until then
+                    with self._lock:
+                        if self._due.get(key) is flat:
+                            del self._due[key]
+                            self._changed.discard(key)
+
+    def _write(self, key: str, flat: files.FlatTree, anew: bool) -> None:
+        assert self._folder is not None
+        tree = files.unflatten(flat.skeleton, flat.tensors.__getitem__)
+        for bits in self.levels or (None,):
+            own = tree if bits is None else with_coded(tree, bits)
+            if bits == self.bits or has_coded(own):  # the rest is the same in all bits
+                self._folder.write(self._name(key, bits), own, anew)
 
     def _warn(self, kind: str, line: str) -> None:
         first = not self.reports.counts[kind]

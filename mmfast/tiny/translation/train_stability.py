@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mmfast.core.errors import MmfastError
+from mmfast.core.files import text_lines
 from mmfast.models.stability import StabilityHead, doubt
 from mmfast.models.translation import Translator, load_translator
 from mmfast.tiny import training
@@ -134,8 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         texts = new_texts(options.sentences, options.seed, "train")
         exam = new_texts(EXAM, options.seed, "eval")
     else:
-        lines = options.texts.read_text(encoding="utf-8").splitlines()
-        given = [line for line in lines if line.strip()][: options.sentences]
+        given = text_lines(options.texts.read_text(encoding="utf-8"))[: options.sentences]
         texts, exam = given[: -(len(given) // 10) or None], given[-(len(given) // 10) :]
     lessons = gather(translator, texts)
     head = fit(lessons, options.seed)

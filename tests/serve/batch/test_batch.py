@@ -394,6 +394,12 @@ def test_questions_of_an_editor_on_windows(tmp_path: Path) -> None:
     assert read_questions([], file) == ("How many?", "Where?")
 
 
+def test_only_a_new_line_parts_questions(tmp_path: Path) -> None:
+    file = tmp_path / "questions.txt"
+    file.write_text("Is \u2028 read?\nNext\x85line?\n", encoding="utf-8")
+    assert read_questions([], file) == ("Is \u2028 read?", "Next\x85line?")
+
+
 def test_drafts_tell_runs_apart_where_they_change_answers(many: Path) -> None:
     plain, same, other = (
         _job(many, decode=spec).identity() for spec in (None, "draft:x?learn=1e-4", "bild:x")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,46 @@ def test_two_writers_of_one_value_leave_it_whole(
     store.flush()  # a warning is an error
     assert _same(ReuseStore(folder=tmp_path).get(key), 0)
     assert [path.suffix for path in tmp_path.iterdir()] == [".media"]
+
+
+@pytest.mark.parametrize("host", [0, "1GB"])
+def test_a_value_is_found_before_it_is_on_disk(tmp_path: Path, host: Any) -> None:
+    """And one that replaces a file is found in its place."""
+    store, key = ReuseStore(host=host, folder=tmp_path), key_of("value")
+    for seed in (0, 1):
+        store.put(key, _tree(seed), anew=True)
+        assert _same(store.get(key), seed) and store.sizes(key) is None
+        store.flush()
+        assert _same(store.get(key), seed)
+    assert _same(ReuseStore(folder=tmp_path).get(key), 1)
+
+
+def test_a_value_is_found_while_it_is_written_and_the_newest_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, key, write = ReuseStore(host=0, folder=tmp_path), key_of("value"), files.write
+    began, go = threading.Event(), threading.Event()
+
+    def slow(path: Path, buffers: Any) -> None:
+        if not began.is_set():
+            began.set()
+            assert go.wait(30)
+        write(path, buffers)
+
+    monkeypatch.setattr(files, "write", slow)
+    store.put(key, _tree(0))
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(store.flush)
+        assert began.wait(30) and _same(store.get(key), 0)
+        store.put(key, _tree(1), anew=True)
+        second = pool.submit(store.flush)
+        assert _same(store.get(key), 1)
+        wait([second], timeout=0.5)  # it may not go ahead of the first
+        go.set()
+        first.result(), second.result()
+    assert _same(store.get(key), 1) and _same(ReuseStore(folder=tmp_path).get(key), 1)
+    store.flush()
+    assert store.stats()["values"] == {"device": 0, "host": 0, "disk": 1}
 
 
 def test_what_a_killed_process_left_counts_and_makes_room(tmp_path: Path) -> None:
