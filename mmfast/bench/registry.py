@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -52,15 +53,22 @@ def benchmark(suite: str, name: str) -> Callable[[F], F]:
     return register
 
 
+@contextmanager
+def needing(what: str) -> Iterator[None]:
+    """Raise an MmfastError that names a package which a suite or a benchmark lacks."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MmfastError(
+            f'--{what} needs {error.name}, which is not installed: pip install "mmfast[test]"'
+        ) from None
+
+
 def names(suite: str) -> list[str]:
     """Return the names of a suite's benchmarks; an MmfastError where a package is missing."""
-    for module in SUITES[suite]:
-        try:
+    with needing(suite):
+        for module in SUITES[suite]:
             importlib.import_module(f"mmfast.bench.suites.{module}")
-        except ModuleNotFoundError as error:
-            raise MmfastError(
-                f'--{suite} needs {error.name}, which is not installed: pip install "mmfast[test]"'
-            ) from None
     return sorted(_KNOWN[suite])
 
 
@@ -104,7 +112,8 @@ def named_rows(
             sink(rows[-1])
 
     try:
-        keep(run(progress or quiet))
+        with needing(f"{suite} {name}"):
+            keep(run(progress or quiet))
     except IncompleteError as error:
         keep(error.rows)
         raise IncompleteError(str(error), rows) from None

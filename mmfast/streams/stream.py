@@ -22,6 +22,7 @@ from torch import Tensor
 from mmfast.caches.plan import plan_cache
 from mmfast.core.errors import MediaError, MmfastError
 from mmfast.core.locks import WholeLock
+from mmfast.core.spec import parse
 from mmfast.core.trace import Trace, free_bytes
 from mmfast.decoding.speculation import DecodePlan
 from mmfast.frontends.changes import FrameGate
@@ -149,6 +150,7 @@ class StreamModel:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise MmfastError(f"{name}={value!r} is not allowed; give a whole number from 1")
+        self.reduce = self.reduce if parse(self.reduce) else None
         reducer = None if self.reduce is None else StreamReducer(self.reduce)
         # layers of PEFT stay where they are
         self.model = model = stock_model(self.model, "a stream")

@@ -80,7 +80,7 @@ def load_listener(
 
     MmfastError: it has no such option, or what stands for it cannot listen.
     """
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value not in (None, "")}
     if listener is None and given:
         raise MmfastError(f"{', '.join(given)} without a listener; give listener=, a stock model")
     if listener is None:

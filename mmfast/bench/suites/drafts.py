@@ -8,7 +8,7 @@ accepted with the bytes that a draft and a pass have to read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,6 @@ from mmfast.bench import timing
 from mmfast.bench.cases import build
 from mmfast.bench.registry import Tick, benchmark, quiet
 from mmfast.bench.results import Row, dtype_name
-from mmfast.bench.suites.serve.drafts import MODEL, described
 from mmfast.bench.suites.step_selection import filled, form_bytes
 from mmfast.decoding.speculation import DecodePlan, plan_decode
 from mmfast.models.cache_name import CACHE
@@ -35,6 +34,7 @@ from mmfast.models.decoder.grouped import grouped
 from mmfast.models.kv.room import growing_cache
 from mmfast.models.loading import load
 from mmfast.models.prompt import chat_inputs
+from mmfast.tiny.scenes.evaluate import SceneCase, scene_cases
 
 # Drafts whose cost is measured: on how much of the keys, and on which weights.
 COSTLY = (
@@ -51,9 +51,14 @@ VIEWS = (
     *(f"self?reduce={name}:0.1" for name in ("divprune", "evs", "visionzip", "uniform")),
     *("recycle?tree=0", "lookup"),
 )
-QUESTIONS, TOKENS = 16, 64
+MODEL, QUESTIONS, TOKENS = "tiny-scenes", 16, 64
 LENGTHS = (1, 2, 3, 4, 5, 8)  # drafts of a pass
 SHAPE = ("llava-onevision-0.5b", 8000)
+
+
+def described(seed: int) -> Iterator[SceneCase]:
+    """Questions for a description of a clip."""
+    return scene_cases(seed, ("describe",), stills=False)
 
 
 @dataclass

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -37,11 +39,14 @@ from mmfast.models.decoder.token_tree import TreeDrafter
 from mmfast.models.families.adapter import adapter_for
 from mmfast.models.kv.view import CacheView, ViewStage, view_plan
 from mmfast.models.packing import pack_weights
-from mmfast.models.patching import override
+from mmfast.models.patching import override, stand_before
 from mmfast.models.reduction.call import PassState
+from mmfast.models.wrappers import base_of
 
 # A `custom_generate` of ours that only says by which seed tokens are drawn.
 SEED = "mmfast_seed"
+_DECODING = ContextVar("decoding", default=False)  # inside a call of `generate`
+_STEPS = 2  # passes of a single token in a row that are a loop of the caller's own
 _EVIDENCE = 8  # drafts before their share that stands is believed
 RISES_TO = 0.5  # share that a rising draft reads at most: more is no draft
 _COSTS = {RECYCLE: (0.001, 0.03), LOOKUP: (0.001, 0.03), DRAFT: (0.3, 0.05)}
@@ -176,6 +181,8 @@ class DraftSource:
             if self._note:
                 trace.notes.append(self._note)
             stack.enter_context(override(self._model, "generate", self._generate))
+            watch = LoopWatch(self._model, self.plan, trace)
+            stack.callback(stand_before(base_of(self._model), watch, "mmfast drafts"))
             try:
                 yield
             finally:
@@ -209,7 +216,11 @@ class DraftSource:
             tools["stopping_criteria"] = stopping_criteria
             return self._decode(model, input_ids, generation_config, tools, rest, inputs, seed)
 
-        return stock(*args, custom_generate=decode, **kwargs)
+        token = _DECODING.set(True)
+        try:
+            return stock(*args, custom_generate=decode, **kwargs)
+        finally:
+            _DECODING.reset(token)
 
     def _decode(
         self,
@@ -329,6 +340,41 @@ class DraftSource:
                     f"{spec} would have to read the earlier turns of this cache; leave out "
                     f"{CACHE}, or use decode='recycle'"
                 )
+
+
+class LoopWatch:
+    """Before each call of a model: warns of decode steps outside `generate`, where none drafts."""
+
+    def __init__(self, model: Any, plan: DecodePlan, trace: Trace) -> None:
+        self._trace, self._steps = trace, 0
+        self._names = list(inspect.signature(base_of(model).forward).parameters)
+        self._note = (
+            f"decode {plan.text!r} drafted nothing in a loop of single tokens: drafts are made and "
+            "verified in generate(); call that, or leave out decode="
+        )
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See one call; two steps in a row make a loop."""
+        kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        ids = kwargs.get("input_ids")
+        length = (kwargs["inputs_embeds"] if ids is None else ids).shape[1]
+        past = cache_of(kwargs)
+        if torch.compiler.is_compiling():  # such a step calls no Python when it is run again
+            if length == 1 and past is not None:
+                self._compiled()
+            return
+        if _DECODING.get():
+            return
+        step = length == 1 and past is not None and int(past.get_seq_length()) > 0
+        self._steps = self._steps + 1 if step else 0
+        if self._steps == _STEPS:
+            self._trace.warn(self._note)
+
+    @torch.compiler.assume_constant_result
+    def _compiled(self) -> None:
+        """Run while a step is compiled, in place of code in it."""
+        if not _DECODING.get():
+            self._trace.warn(self._note)
 
 
 class RisingShare:

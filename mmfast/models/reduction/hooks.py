@@ -48,7 +48,7 @@ from mmfast.models.reduction.masks import (
 )
 from mmfast.models.reduction.probe import probing
 from mmfast.models.reduction.record import Recorder, features_given, recording
-from mmfast.models.reduction.revival import Reviver
+from mmfast.models.reduction.revival import Reviver, told_of_drafts
 from mmfast.models.reduction.sequence import Sequences, locate, of_text
 from mmfast.models.reduction.site import POSITIONS, Site, refuse_parts
 from mmfast.models.reduction.step import ForwardStep, before_of
@@ -140,6 +140,8 @@ class Hooks:
                 stack.enter_context(self._offsets.installed())
             if self._bypass is not None:
                 stack.enter_context(self._bypass.installed())
+            if any(s.method.revives and not s.whole for site in self._sites for s in site.specs):
+                stack.enter_context(told_of_drafts(self._model, self._trace))
             if self._adapter.deepstack:
                 around = self._deepstack
                 stack.enter_context(override(self._text, "_deepstack_process", around))

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from transformers.cache_utils import DynamicLayer
 from mmfast.core.errors import ModelError
 from mmfast.core.trace import Trace
 from mmfast.models.cache_name import cache_of
+from mmfast.models.patching import override
 from mmfast.models.reduction.cache_layers import held
 from mmfast.models.reduction.probe import last_query_scores, probing
 from mmfast.models.reduction.sequence import MediaItem
@@ -34,6 +35,7 @@ from mmfast.models.wrappers import attention_at
 from mmfast.ops.ranking import stable_topk
 
 NOBODY = -1  # time of padding
+_DRAFTS = "_get_candidate_generator"  # of GenerationMixin: makes what drafts, of any kind
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,26 @@ class _Back:
     @property
     def count(self) -> int:
         return int(self.times.shape[1])
+
+
+@contextmanager
+def told_of_drafts(model: Any, trace: Trace) -> Iterator[None]:
+    """Warn once where `generate` verifies drafts of stock transformers on a model that revives."""
+    note = (
+        "lazyllm brings tokens back in calls of one token, and drafts are verified several at "
+        "once: the answer may differ from that of greedy decoding; leave out the draft "
+        "(assistant_model, prompt_lookup_num_tokens)"
+    )
+
+    def draft(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        trace.warn(note)
+        return stock(*args, **kwargs)
+
+    if not hasattr(model, _DRAFTS):
+        yield
+        return
+    with override(model, _DRAFTS, draft):
+        yield
 
 
 class _RevivalState(threading.local):

@@ -25,6 +25,8 @@ def lazyllm(tokens: Tokens, budget: int) -> Reduction:
     run through the layers behind once, at their original positions, and stay. The paper may ignore
     stored tokens again; here what has come back stays visible. Several cuts are several stages,
     `lazyllm@llm8:0.7+lazyllm@llm16:0.4`. A DynamicCache, sdpa or eager; later turns row by row.
+    Calls of several tokens bring nothing back: with drafts of `generate` (`assistant_model`,
+    `prompt_lookup_num_tokens`) the answer may be another, and a warning says so.
 
     Args:
         tokens: `attn` `[..., N]`, attention from the last query, mean over heads.

@@ -223,7 +223,7 @@ async def transcriptions(
     plain = transcribed(service, data, "file", asks=False)
     words, seconds, note = await while_connected(http.receive, plain)
     if response_format == "text":
-        return PlainTextResponse(f"{words}\n", headers=headers)
+        return _plain(f"{words}\n", note, headers)
     usage = {"type": "duration", "seconds": math.ceil(seconds)}
     return JSONResponse({"text": words, "usage": usage, **_noted(note)}, headers=headers)
 
@@ -349,6 +349,12 @@ def _noted(note: str) -> dict[str, Any]:
     return {"mmfast": {"notes": [note]}} if note else {}
 
 
+def _plain(text: str, note: str, headers: dict[str, str]) -> PlainTextResponse:
+    """Return a text, whose form has no room for the note on its sound, which is a header."""
+    noted = {"x-mmfast-notes": printable(note)} if note else {}
+    return PlainTextResponse(text, headers={**headers, **noted})
+
+
 def _document(
     rows: list[dict[str, Any]],
     sound: tuple[float, str],
@@ -361,7 +367,7 @@ def _document(
     seconds, note = sound
     rest = {"usage": {"type": "duration", "seconds": math.ceil(seconds)}, **_noted(note)}
     if form == "text":
-        return PlainTextResponse(f"{text}\n", headers=headers)
+        return _plain(f"{text}\n", note, headers)
     if form == "json":
         return JSONResponse({"text": text, **rest}, headers=headers)
     if form == "verbose_json":
@@ -373,7 +379,7 @@ def _document(
         mark = "," if form == "srt" else "."
         times = " --> ".join(clock(row[name], mark) for name in ("start", "end"))
         blocks.append("\n".join([*([str(number)] if form == "srt" else []), times, row["text"]]))
-    return PlainTextResponse("\n\n".join(blocks) + "\n", headers=headers)
+    return _plain("\n\n".join(blocks) + "\n", note, headers)
 
 
 def heard(voice: Any, pcm: Tensor, rate: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from mmfast.core.errors import SpecError, unknown
 from mmfast.core.spec import Spec, parse
 from mmfast.models.reduction.decoder_signals import AHEAD
+from mmfast.prefill.plan import plan_prefill
 
 SHARE = 0.15
 ENTROPY, ANCHORS, LEAST = 1.0, 20, 8  # of `kvcomm`
@@ -69,9 +70,9 @@ ALL = ReusePlan("craft", 0.0)  # takes all that was seen, wherever it goes
 
 
 def parse_reuse(spec: Any) -> ReusePlan | None:
-    """Read a spec; None or "" reuse nothing. SpecError: says what is wrong and the choices."""
-    if spec is None or spec == "" or isinstance(spec, ReusePlan):
-        return spec or None
+    """Read a spec; None reuses nothing. SpecError: says what is wrong and the choices."""
+    if spec is None or isinstance(spec, ReusePlan):
+        return spec
     if not isinstance(spec, str):
         raise SpecError(f"reuse={spec!r} is no spec; choices: {', '.join(MODES)}")
     body, asks, knobs = spec.strip().partition("?")
@@ -154,7 +155,7 @@ def check_beside(
             f"reuse={str(plan)!r} does not act beside decode={str(decode)!r}, which drafts from a "
             "prompt that it reads whole; use reuse='encoder', or leave decode out"
         )
-    if prefill is not None:
+    if plan_prefill(prefill) is not None:
         raise SpecError(
             f"reuse={str(plan)!r} does not act beside prefill={str(prefill)!r}, under which keys "
             "depend on the whole prompt; use reuse='encoder', or leave prefill out"

@@ -17,6 +17,7 @@ from mmfast.core.errors import ModelError, SpecError
 from mmfast.models.reduction.revival import DroppedTokens
 
 SPEC = "lazyllm@llm2:0.2"
+DRAFTS = r"the answer may differ from that of greedy decoding; leave out the draft"
 
 
 def mixed(this: Tiny) -> dict[str, Any]:
@@ -255,7 +256,8 @@ def test_a_store_of_text_follows_drafts() -> None:
     config = LlamaConfig(vocab_size=23, num_attention_heads=4, eos_token_id=None, **sizes)
     model, prompt = LlamaForCausalLM(config).eval(), torch.randint(3, 23, (1, 61))
     options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
-    with attach(model, "lazyllm@llm2:0.4?tokens=text"):
+    told = pytest.warns(UserWarning, match=DRAFTS)
+    with attach(model, "lazyllm@llm2:0.4?tokens=text"), told:
         out = model.generate(
             prompt, prompt_lookup_num_tokens=3, return_dict_in_generate=True, **options
         )
@@ -265,3 +267,26 @@ def test_a_store_of_text_follows_drafts() -> None:
     present = row.present[:left].tolist()  # the last drafts are taken back before the next call
     assert len(set(present)) == left
     assert max(present) == layers[0].keys.shape[2] - 1
+
+
+@pytest.mark.parametrize("by", ["prompt_lookup_num_tokens", "assistant_model"])
+def test_drafts_of_generate_are_told_once(by: str) -> None:
+    """Several tokens at once bring nothing back, so the answer may be another."""
+    this = tiny("llava_onevision")
+    inputs = video_prompt(this)
+    how = {by: 3 if by.startswith("prompt") else tiny("llava_onevision", "eager").model}
+    with attach(this.model, SPEC) as trace:
+        with pytest.warns(UserWarning, match=DRAFTS) as told:
+            generate(this, inputs, 9, **how)
+        generate(this, inputs, 9, **how)  # a second warning would be an error
+        generate(this, inputs, 5)
+    assert len(told) == 1 and [str(told[0].message)] == trace.notes
+
+
+def test_drafts_behind_a_cut_that_keeps_all_are_not_told() -> None:
+    this = tiny("llava_onevision")
+    inputs = video_prompt(this)
+    stock = generate(this, inputs, 9)
+    with attach(this.model, "lazyllm@llm2:1.0") as trace:
+        found = generate(this, inputs, 9, prompt_lookup_num_tokens=3)
+    assert torch.equal(found.sequences, stock.sequences) and not trace.notes

@@ -22,6 +22,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from media_factory import restamped, write_video
 from PIL import Image
 
 from mmfast.bench.suites.serve import hostile as bombs
@@ -94,6 +95,23 @@ def test_a_sound_that_is_cut_short_is_heard_and_told_of(caplog: pytest.LogCaptur
         mine = [each.getMessage() for each in caplog.records if each.name == "mmfast"]
         assert mine == ["a sound is shorter than its header says: it is heard up to its end"] * told
         assert [note] * told == mine and bool(note) == bool(told)
+
+
+def test_frames_that_were_spread_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    even = write_video(tmp_path / "even.mp4", count=12, rate=25)
+    times = [40 * i for i in range(12)]
+    for again in (0, 2):  # frames with the time of the one before
+        stamps = [min(time, times[11 - again]) for time in times]
+        data = restamped(even, tmp_path / f"{again}.mkv", stamps).read_bytes()
+        caplog.clear()
+        note = run(load_media(data, "video", CONFIG, frames=4)).note
+        mine = [each.getMessage() for each in caplog.records if each.name == "mmfast"]
+        assert mine == [f"a clip has {again} frames without a later time: they were spread"] * (
+            again > 0
+        )
+        assert [note] * bool(again) == mine and bool(note) == bool(again)
 
 
 def test_a_picture_of_several_is_told_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -287,6 +287,13 @@ def test_what_was_not_heard_of_a_recording_is_noted(form: dict[str, str]) -> Non
         )
 
 
+@pytest.mark.parametrize("form", ["text", "srt", "vtt"])
+def test_what_was_not_heard_is_noted_in_a_header_where_a_form_has_no_room(form: str) -> None:
+    said = write_down(Hum("yes"), 1.5, 999, response_format=form)
+    assert "shorter" in said.headers["x-mmfast-notes"] and "yes" in said.text
+    assert "x-mmfast-notes" not in write_down(Hum("yes"), 1.5, response_format=form).headers
+
+
 def test_sound_without_turns_is_one_segment_and_silence_has_no_word() -> None:
     found = write_down(Hum("yes"), 1.5, response_format="verbose_json").json()
     assert [(each["start"], each["end"]) for each in found["segments"]] == [(0, 1.5)]

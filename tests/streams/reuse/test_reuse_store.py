@@ -252,6 +252,7 @@ def test_keys_know_borders_types_and_shapes() -> None:
         ("blend:x", "share from 0 to 1"),
         ("prefix:0.2", "recomputes nothing"),
         ("prefx", "prefix"),
+        ("", "unknown reuse ''; choices: blend, craft, encoder, kvcomm, prefix"),
         (3, "choices"),
     ],
 )
@@ -261,7 +262,7 @@ def test_wrong_specs_are_refused(spec: Any, said: str) -> None:
 
 
 def test_specs() -> None:
-    assert parse_reuse(None) is None and parse_reuse("") is None
+    assert parse_reuse(None) is None
     assert str(parse_reuse("blend")) == "blend:0.15" and str(parse_reuse("prefix")) == "prefix"
     for reduce in ("fastv@llm2:0.5", "evs:0.5+fastv@llm2:0.5"):
         check_beside(parse_reuse("encoder"), reduce)

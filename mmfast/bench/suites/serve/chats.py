@@ -31,7 +31,6 @@ from mmfast.core.errors import MmfastError
 from mmfast.models.loading import load
 from mmfast.models.prompt import Shot
 from mmfast.serve.batch.job import BatchJob
-from mmfast.serve.batch.run import BatchOptions, run_batch
 from mmfast.serve.engine.base import (
     Delta,
     Event,
@@ -257,6 +256,8 @@ def batch(
     tick: Tick, engines: Sequence[tuple[str, int]] = ENGINES, count: int = FILES, rounds: int = 3
 ) -> list[Row]:
     """Measure clips per second of `mmfast batch`, in one process and on Ray, with warm workers."""
+    from mmfast.serve.batch import run  # needs pyarrow
+
     with tempfile.TemporaryDirectory(prefix="mmfast-") as where:
         folder = Path(where) / "clips"
         folder.mkdir()
@@ -266,7 +267,7 @@ def batch(
         found: dict[tuple[str, int], list[Row]] = {way: [] for way in engines}
         for number in range(rounds):
             for way in engines if number % 2 == 0 else reversed(engines):
-                found[way].append(_run(folder, Path(where) / "out.parquet", *way))
+                found[way].append(_run(run, folder, Path(where) / "out.parquet", *way))
             tick("rounds", number + 1, rounds)
     middle = {w: sorted(f, key=lambda r: r["clips_per_s"])[len(f) // 2] for w, f in found.items()}
     base = middle[engines[0]]["clips_per_s"]
@@ -278,7 +279,7 @@ def batch(
     ]
 
 
-def _run(folder: Path, out: Path, engine: str, workers: int) -> Row:
+def _run(run: Any, folder: Path, out: Path, engine: str, workers: int) -> Row:
     start, stamps = time.perf_counter(), [(0.0, 0)]
 
     def tick(done: int, total: int) -> None:
@@ -286,7 +287,7 @@ def _run(folder: Path, out: Path, engine: str, workers: int) -> Row:
             stamps.append((time.perf_counter() - start, done))
 
     job = BatchJob(folder, (QUESTION,), device="cpu")
-    run_batch(job, out, BatchOptions(engine, workers), tick=tick)
+    run.run_batch(job, out, run.BatchOptions(engine, workers), tick=tick)
     out.unlink()
     half = next(stamp for stamp in stamps if stamp[1] >= stamps[-1][1] / 2)
     seconds, clips = stamps[-1][0] - half[0], stamps[-1][1] - half[1]

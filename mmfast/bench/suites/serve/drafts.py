@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from mmfast.bench.registry import Tick, benchmark
 from mmfast.bench.results import Row
+from mmfast.bench.suites.drafts import MODEL, described
 from mmfast.bench.suites.serve.chats import ChatRecord, TimeSpent, answered, reset, spent
 from mmfast.bench.timing import frozen, noise, paired
 from mmfast.models.loading import load
@@ -25,9 +26,9 @@ from mmfast.models.prompt import chat_inputs
 from mmfast.models.wrappers import decoder_of
 from mmfast.serve.engine.base import Finish, Media, Message, Options, Request, SamplingOptions
 from mmfast.serve.engine.scheduler import Scheduler
-from mmfast.tiny.scenes.evaluate import SceneCase, scene_cases
+from mmfast.tiny.scenes.evaluate import SceneCase
 
-MODEL, TOKENS, AT_ONCE = "tiny-scenes", 64, 4
+TOKENS, AT_ONCE = 64, 4
 LAYERS = 2  # of the 5 of the model, in the draft model
 _PLAIN, _AGAIN = "none", "none again"
 _FIXED = "?adapt=false&most=3"
@@ -43,11 +44,6 @@ WAYS = (
     *_OWN,
 )
 _NUMBERS = itertools.count()
-
-
-def described(seed: int) -> Iterator[SceneCase]:
-    """Questions for a description of a clip."""
-    return scene_cases(seed, ("describe",), stills=False)
 
 
 def taught(pair: tuple[Any, Any], tick: Tick, groups: int = 8, passes: int = 4) -> Any:
