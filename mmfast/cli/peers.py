@@ -70,7 +70,12 @@ def peers(
     sizes = (preset, reduce, frames, threads, rounds, tokens)
     with output.progress("peers") as tick:
         told = lambda label, done, total: tick(done, total, label)
-        ways = {"envs": envs, "install": install, "engines": chosen, "at_once": at_once}
+        ways: dict[str, Any] = {
+            "envs": envs,
+            "install": install,
+            "engines": chosen,
+            "at_once": at_once,
+        }
         rows = run_peers(*sizes, **ways, tick=told)
     output.keep_rows(out, rows)
     output.print_table(rows, as_json, list(_HEAD.values()), map(_cells, rows))
