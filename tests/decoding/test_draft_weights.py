@@ -89,7 +89,7 @@ def test_drafts_are_rounded_and_verified_by_weights_that_are_not(
     source = DraftSource(this.model, plan_decode(WHOLE))  # type: ignore[arg-type]
     for form in (Int4Weights, Int8Weights):
         stock = form.product
-        monkeypatch.setattr(form, "product", lambda self, x, run=stock: -run(self, x))
+        monkeypatch.setattr(form, "product", lambda self, x, *bias, run=stock: -run(self, x, *bias))
     with attach(this.model, decode=source) as trace:
         assert torch.equal(generate(this, inputs, 12, **VARIED).sequences, want)
     assert counts(trace)[1] == 0 < right
