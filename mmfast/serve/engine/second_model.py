@@ -127,7 +127,7 @@ class WholeRows(ViewRows):
 
     @property
     def order(self) -> Sequence[RunningRow]:
-        """All answers, whoever drafts for them."""
+        """All answers, also those for which others draft."""
         return self._decoder.rows
 
     @property
