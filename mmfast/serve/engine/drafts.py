@@ -229,7 +229,12 @@ class DraftRows:
     def __init__(self, lane: Lane, chooser: Any) -> None:
         self.lane, self._chooser = lane, chooser
         self.store = AnswerRows(len(lane.kinds), lane.modules.keys())
-        self.rows: list[RunningRow] = []  # answers of the rows of `store`
+        self.rows: list[RunningRow] = []  # answers for which it drafts
+
+    @property
+    def order(self) -> Sequence[RunningRow]:
+        """Answers of the rows of `store`, in their order."""
+        return self.rows
 
     @property
     def nbytes(self) -> int:
@@ -273,7 +278,7 @@ class DraftRows:
         One that lags far behind its answer reads on, and does not draft yet.
         """
         count, first = 0, True
-        live = [row for row in self.rows if row in wanted]
+        live = [row for row in self.order if row in wanted]
         for row in live:
             made = BatchTree(row.own.plan, row.own.length, wanted[row])
             row.own.tree = made if row.own.grows else None
@@ -281,8 +286,8 @@ class DraftRows:
             reads = {row: row.own.upcoming for row in live}
             trees = {row: tree for row in live if (tree := row.own.tree) and tree.begun}
             paths = {row: tree.paths(row.own.read) for row, tree in trees.items()}
-            counts = [len(reads.get(row, ())) for row in self.rows]
-            self.store.advance(counts, not first, [paths.get(row) for row in self.rows])
+            counts = [len(reads.get(row, ())) for row in self.order]
+            self.store.advance(counts, not first, [paths.get(row) for row in self.order])
             logits, first = self._logits(reads, paths), False
             count += sum(counts)
             ready = [row for row in live if not row.own.unread]
@@ -294,7 +299,7 @@ class DraftRows:
             live = [
                 row for row in ready if row in further or (row.own.tree and row.own.tree.places)
             ]
-        for number, row in enumerate(self.rows):
+        for number, row in enumerate(self.order):
             if row in wanted and row.own.tree is not None:
                 self.store.settle(number, row.own.read)
                 row.own.adopt(row.own.tree.tree, wanted[row])
@@ -416,7 +421,8 @@ class BatchDrafts:
     """Sources of drafts for the answers of one batch.
 
     Statistics of what follows a token are shared by the answers of a tenant, and by no others.
-    `models` are second models that draft, by the name of a spec.
+    `models` are what else was loaded to draft, by the name of a spec; "" is the model itself on
+    all of its keys.
     """
 
     def __init__(self, lane: Lane, chooser: Any) -> None:
@@ -444,14 +450,15 @@ class BatchDrafts:
         if plan.adapt:
             own.length = DraftLength(self.prices.costs[plan.kind], plan.least)
         own.waits = not plan.exact  # what is said must not depend on when drafts begin
-        if plan.loads or plan.views:
+        if plan.loads or plan.shares:
             self._source(plan).begin(row)
         else:
             shared = self._recycler(own.owner, plan.width) if plan.kind == RECYCLE else None
             own.text = TextDrafts(plan, shared, [*prompt, row.token])
 
     def _source(self, plan: DecodePlan) -> DraftRows:
-        return self.models[plan.model] if plan.loads else self.views
+        own = plan.shares and not plan.views
+        return self.models[plan.model] if plan.loads or own else self.views
 
     def _recycler(self, owner: str, width: int) -> Recycler:
         found: Recycler = self._known.setdefault((owner, width), Recycler(width))

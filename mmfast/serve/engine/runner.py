@@ -44,7 +44,7 @@ from mmfast.serve.engine.policies import attached_row, bound
 from mmfast.serve.engine.prefill import CHUNKS, PAUSE, Prefiller
 from mmfast.serve.engine.request import ActiveRequest, check_storeless
 from mmfast.serve.engine.reuse import ServedReuse
-from mmfast.serve.engine.second_model import EarlyExit, LoadedDrafts, SecondModel
+from mmfast.serve.engine.second_model import EarlyExit, LoadedDrafts, SecondModel, WholeRows
 from mmfast.serve.engine.sequential import AttachedAnswer, SequentialRunner
 from mmfast.serve.engine.slots import Filled
 
@@ -82,9 +82,11 @@ class ModelRunner:
             self.per_token = stated_bytes(self.model)
         # what was loaded to draft, by the name of its spec
         self.seconds: dict[str, LoadedDrafts] = {}
-        self._draft_weights = "" if decode is None else decode.weights
-        if self.batch is not None and decode is not None and decode.weights and decode.views:
-            self.batch.decoder.drafts.views.weights = DraftWeights(self.model, decode.weights)
+        self._drafts = decode
+        if self.batch is not None and decode is not None and decode.weights and decode.shares:
+            drafts, light = self.batch.decoder.drafts, DraftWeights(self.model, decode.weights)
+            drafts.views.weights = light
+            drafts.models[""] = WholeRows(self.batch.decoder, light)
         if self.batch is not None and decode is not None and decode.loads:
             check_kind(decode)
             if decode.kind == EXIT:
@@ -202,7 +204,9 @@ class ModelRunner:
             check_prefill(sparse, self.model)
         if (drafts := plan_decode(answer.decode)) is not None:
             lane = None if self.batch is None else self.batch.decoder.lane
-            own = self._draft_weights
+            mine = self._drafts  # a second model has no weights for drafts of the model itself
+            same = mine is not None and mine.shares == drafts.shares
+            own = mine.weights if mine is not None and same else ""
             check_served(drafts, self.model, lane, specs, plan, self.seconds, own)
             if drafts.kind == BILD and answer.sampling.temperature:
                 raise SpecError(
@@ -419,10 +423,11 @@ def check_served(
             f"{spec} drafts on weights that this server does not hold; start it with --decode "
             f"{spec[7:]}, or leave out weights="
         )
-    if plan.kind == EXIT and SLIDING in lane.kinds:
+    own = plan.kind == EXIT or (plan.shares and not plan.views)
+    if own and SLIDING in lane.kinds:
         raise SpecError(
-            f"{spec} reads on in the rows of the first layers, which needs full attention in all "
-            f"layers, and {type(model).__name__} has windows; use decode='recycle'"
+            f"{spec} reads on in the rows of answers, which needs full attention in all layers, "
+            f"and {type(model).__name__} has windows; use decode='recycle'"
         )
     check_decode(plan, model, specs, cache)
     if cache is not None and cache.heads is not None:

@@ -7,7 +7,7 @@ drafts; then the model reads what was said meanwhile and drafts, on rows of its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from mmfast.core.spec import parse
 from mmfast.decoding.speculation import EXIT, DecodePlan
 from mmfast.models.context import placeholders
 from mmfast.models.decoder.draft_stage import load_draft
+from mmfast.models.decoder.draft_weights import DraftWeights
 from mmfast.models.decoder.drafters import own_inputs
 from mmfast.models.decoder.early_exit import load_exit
 from mmfast.models.families.adapter import adapter_for, check_media, placeholder
@@ -33,7 +34,7 @@ from mmfast.models.wrappers import CONV
 from mmfast.serve.engine.base import Event, Failure
 from mmfast.serve.engine.batch import RunningBatch
 from mmfast.serve.engine.decode import DecodeBatch
-from mmfast.serve.engine.drafts import CATCH_UP, AnswerDrafts, DraftRows, RunningRow
+from mmfast.serve.engine.drafts import CATCH_UP, AnswerDrafts, DraftRows, RunningRow, ViewRows
 from mmfast.serve.engine.encoder import MediaEncoder, parted
 from mmfast.serve.engine.kv.bucket import Entries, taken
 from mmfast.serve.engine.kv.rows import AnswerRow, AnswerRows, entries, with_room
@@ -112,6 +113,51 @@ class LoadedDrafts(DraftRows):
 
     def close(self) -> None:
         """End its threads, if there are any; no request is at work."""
+
+
+class WholeRows(ViewRows):
+    """The rows of the answers themselves, on which the model drafts on weights in fewer bits.
+
+    What drafts add to these rows falls before the step.
+    """
+
+    def __init__(self, decoder: DecodeBatch, weights: DraftWeights) -> None:
+        super().__init__(decoder.lane, decoder.chooser)
+        self.store, self.weights, self._decoder = decoder.store, weights, decoder
+
+    @property
+    def order(self) -> Sequence[RunningRow]:
+        """All answers, also those for which others draft."""
+        return self._decoder.rows
+
+    @property
+    def nbytes(self) -> int:
+        """None beside those of the answers."""
+        return 0
+
+    def add(self, row: RunningRow) -> None:
+        """Take an answer, which has its entries."""
+        if not row.own.paused:
+            self.rows.append(row)
+
+    def release(self, row: RunningRow) -> None:
+        """Forget an answer."""
+        if row in self.rows:
+            self.rows.remove(row)
+
+    def take(self, row: RunningRow) -> None:
+        """Forget an answer that is paused."""
+        self.release(row)
+
+    def draft(self, wanted: dict[RunningRow, int]) -> int:
+        """Draft so many tokens for these answers, and leave their rows as they were."""
+        with self.store.lent():
+            return super().draft(wanted)
+
+    def settle(self, kept: dict[RunningRow, int]) -> None:
+        """Note what answers have said, and read."""
+        for row in self.rows:
+            row.own.held, row.own.read = row.own.held + kept.get(row, 0), 0
 
 
 class EarlyExit(LoadedDrafts):

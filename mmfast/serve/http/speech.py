@@ -404,7 +404,8 @@ async def segments(
     voice, ear, number = await service.voice(), VoiceEar(), 0
     events = await service.in_voice_thread(lambda: [*ear.hear(pcm), *ear.flush()])
     turns = [(each.at - len(each.pcm), each.pcm) for each in events if each.pcm is not None]
-    for start, part in turns or [(0, pcm)]:
+    # Ears tell whole milliseconds: a turn of all samples would begin before the first.
+    for start, part in [(max(0, at), mine) for at, mine in turns] or [(0, pcm)]:
         if text := await service.in_voice_thread(partial(write, voice, part, rate)):
             begin, end = (at / rate for at in (start, start + len(part)))
             yield _segment(number, begin, end, text)

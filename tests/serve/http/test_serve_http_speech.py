@@ -256,6 +256,22 @@ def test_a_recording_in_formats_with_times() -> None:
     )
 
 
+def test_no_time_lies_before_the_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ear tells when a turn ends in whole milliseconds, and holds all of its samples."""
+    from mmfast.serve.http import speech
+
+    class Rounding(TimedEar):
+        def flush(self) -> list[EarEvent]:
+            return [EarEvent("stopped", 31_984, torch.full((31_999,), 0.1))]
+
+    monkeypatch.setattr(speech, "VoiceEar", Rounding)
+    times = {"srt": "00:00:00,000 --> 00:00:02,000", "vtt": "00:00:00.000 --> 00:00:02.000"}
+    for form, line in times.items():
+        assert line in write_down(Hum("yes"), 2.0, response_format=form).text.splitlines()
+    (found,) = write_down(Hum("yes"), 2.0, response_format="verbose_json").json()["segments"]
+    assert (found["start"], found["end"]) == (0.0, 2.0)
+
+
 @pytest.mark.usefixtures("timed")
 def test_a_transcript_is_streamed() -> None:
     reply = write_down(Scribe(), stream="true")
