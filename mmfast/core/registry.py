@@ -221,7 +221,7 @@ def register(
 
     def enrol(fn: F) -> F:
         old = into.get((kind, name))
-        if old is not None and old.fn.__qualname__ != fn.__qualname__:
+        if old is not None and _origin(old.fn) != _origin(fn):
             raise SpecError(f"{kind} {name!r} is already registered; choose another name")
         doc = inspect.getdoc(fn)
         if not doc:
@@ -241,6 +241,12 @@ def register(
         return fn
 
     return enrol
+
+
+def _origin(fn: Callable[..., Any]) -> tuple[str, str]:
+    """Name and file of a function, or its module where it has none, as in a notebook."""
+    file = getattr(sys.modules.get(fn.__module__), "__file__", None)
+    return fn.__qualname__, file or fn.__module__
 
 
 # As `register`, for a KV policy.
@@ -342,28 +348,35 @@ def unregister(name: str, kind: str = "reducer") -> None:
 
 def import_all(package: str) -> None:
     """Import every module of a package and of the packages in it, once; safe in threads."""
-    if package in _LOADED:
+    _once(package, partial(_import_every, package))
+
+
+def _import_every(package: str) -> None:
+    home = importlib.import_module(package)
+    for info in pkgutil.walk_packages(home.__path__, f"{package}."):
+        importlib.import_module(info.name)
+
+
+def _once(name: str, load: Callable[[], None]) -> None:
+    """Load what is named, once; a thread that asks meanwhile waits until it is there."""
+    if name in _LOADED:
         return
     with _LOCK:
-        if package in _LOADED | _LOADING:  # loading: one of its own modules asks
+        if name in _LOADED | _LOADING:  # loading: one of its own modules asks
             return
-        _LOADING.add(package)
+        _LOADING.add(name)
         try:
-            home = importlib.import_module(package)
-            for info in pkgutil.walk_packages(home.__path__, f"{package}."):
-                importlib.import_module(info.name)
-            _LOADED.add(package)
+            load()
+            _LOADED.add(name)
         finally:
-            _LOADING.discard(package)
+            _LOADING.discard(name)
 
 
 def _load(kind: str) -> None:
     if kind in PACKAGES:
         import_all(PACKAGES[kind])
     for entry in _plugins(tuple(sys.path)):
-        if entry.value not in _LOADED:
-            _LOADED.add(entry.value)  # first: a plugin may ask for methods while it loads
-            _load_plugin(entry)
+        _once(entry.value, partial(_load_plugin, entry))
 
 
 @lru_cache(maxsize=1)  # a search of the installed packages takes milliseconds
@@ -377,7 +390,6 @@ def _load_plugin(entry: EntryPoint) -> None:
     try:
         entry.load()
     except Exception as error:
-        _LOADED.discard(entry.value)
         reason = f"{type(error).__name__}: {error}"
         raise SpecError(
             f"plugin {entry.name!r} ({entry.value}) does not load: {reason}; mend or uninstall it"

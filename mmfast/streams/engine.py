@@ -155,9 +155,14 @@ class Branch:
 
         It was computed with everything that the branch could see. A second call appends what came
         since the first. MmfastError: a block does not fit into the memory; those before it are
-        kept.
+        kept. Or attention decides what stays, which the branch has not noted.
         """
         memory = self._memory
+        if attended(memory.plan):
+            raise MmfastError(
+                f"'{memory.plan}' reads the attention of new tokens, which a branch does not keep; "
+                "append question and answer to the stream as pieces"
+            )
         with memory.lock, torch.no_grad():
             own = list(zip(self._own, self._spots, strict=True))
             for block, spots in own[self._kept :]:

@@ -34,7 +34,7 @@ from mmfast.models.wrappers import stock_model
 from mmfast.streams.archive.files import raw, value
 from mmfast.streams.archive.tiers import TierQuotas
 from mmfast.streams.drafts import DraftMemory
-from mmfast.streams.engine import Engine
+from mmfast.streams.engine import Engine, attended
 from mmfast.streams.families import prove, script_for
 from mmfast.streams.frontend import FrameEncoder, FrontEnd, Shot, StreamReducer
 from mmfast.streams.memory import AUTO, auto_memory
@@ -382,9 +382,9 @@ class Stream:
     def remember(self, reply: Reply, question: str, version: int) -> None:
         """Keep an exchange that was begun when the stream was at `version`."""
         script = self.model.script
-        if version == self.version:
+        if version == self.version and not attended(self.memory.plan):
             reply.keep()
-        else:  # the stream went on meanwhile: the exchange is written behind what came
+        else:  # the stream went on meanwhile, or its policy reads what the exchange looks at
             pieces, ids = script.question(self.written, question), reply.ids
             if reply.tokenizer is not self.model.tokenizer:  # a model of clips has other words
                 ids = self.model.tokenizer.encode(reply.text, add_special_tokens=False)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import decode_models
@@ -116,6 +117,28 @@ def test_a_broken_plugin_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             registry.methods()
     monkeypatch.undo()
     assert registry.get("evs").fn.__module__ == "mmfast.reducers.video.evs"
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_plugin_takes_no_name_by_a_function_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, METHOD.replace("longest", "evs"), monkeypatch)
+    with pytest.raises(SpecError, match=r"'evs' is already registered"):
+        registry.methods()
+    monkeypatch.undo()
+    assert registry.get("evs").fn.__module__ == "mmfast.reducers.video.evs"
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_threads_wait_for_a_plugin_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = METHOD.replace("from mmfast import", "import time\n\nfrom mmfast import", 1)
+    install(tmp_path, slow.replace("@register", "time.sleep(0.3)\n\n\n@register"), monkeypatch)
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(registry.get, "longest") for _ in range(3)]
+    assert {each.result().name for each in found} == {"longest"}
 
 
 IN_PACKAGE = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stream_tools import answer_logits, pipe_of, watcher
+from stream_tools import answer_logits, pipe_of, shared_pipe, watcher
 
 from mmfast.bench.suites.stream import bounded_row, bytes_of, noise_frames
 from mmfast.streams.memory import auto_memory
@@ -132,3 +132,32 @@ def test_packed_and_scored_sessions_are_asked_saved_and_go_on(
             assert torch.equal(*(answer_logits(each, "What is it?") for each in (session, twin)))
             figures = session.stats()["memory"]
             assert figures["live_tokens"] <= 176 and sum(figures["archive"]["blocks"].values())
+
+
+@pytest.mark.rest_is_slow(4)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "policy", ["tova:160", "sink:16+h2o:150", "livevlm:160?window=9", "expected_attention:160"]
+)
+def test_an_exchange_is_remembered_where_attention_decides_what_stays(
+    policy: str, family: str
+) -> None:
+    """Its tokens are asked for and ask, as those of text that is written by hand."""
+    pipe, side = shared_pipe(family), watcher(family).size[0]
+    frames, question = list(itertools.islice(noise_frames(side), 24)), "What is it?"
+    with pipe.open(policy) as session, pipe.open(policy) as other:
+        for each in (session, other):
+            for i, frame in enumerate(frames[:20]):
+                each.push(frame, float(i))
+        for _ in range(2):
+            reply = session.ask(question, remember=True, max_new_tokens=6)
+            reply.read()
+            stream, script = other.stream, pipe.stream_model.script
+            for piece in [*script.question(stream.written, question), script.text(reply.ids)]:
+                pipe.stream_model.engine.append(stream.memory, piece)
+            stream.written = script.answered(stream.written)
+            for each in (session, other):
+                for i, frame in enumerate(frames[20:], int(each.stats()["seconds"]) + 1):
+                    each.push(frame, float(i))
+            assert session.stats()["memory"]["live_tokens"] <= 166
+            assert torch.equal(*(answer_logits(each, question) for each in (session, other)))
