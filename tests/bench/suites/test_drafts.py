@@ -48,9 +48,9 @@ def test_cost_joins_times_and_tokens_of_a_pass() -> None:
 def test_drafts_are_timed_on_their_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     read, product = list[int](), Int4Weights.product
 
-    def seen(self: Int4Weights, x: torch.Tensor) -> torch.Tensor:
+    def seen(self: Int4Weights, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         read.append(len(x))
-        return product(self, x)
+        return product(self, x, bias)
 
     monkeypatch.setattr(Int4Weights, "product", seen)
     cost_rows("tiny", 40, {"self:0.25": {2: 1.5}}, {}, 1)

@@ -64,9 +64,9 @@ def test_answers_are_those_without_drafts(spec: str, monkeypatch: pytest.MonkeyP
         want = [text for text, _ in answers(made, asked(None, None, None))]
     read, product = list[int](), Int4Weights.product
 
-    def seen(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def seen(self: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         read.append(len(x))
-        return product(self, x)
+        return product(self, x, bias)
 
     monkeypatch.setattr(Int4Weights, "product", seen)
     with closing(scheduler(spec)) as made:
@@ -84,7 +84,7 @@ def test_the_model_itself_is_read_as_it_is(monkeypatch: pytest.MonkeyPatch) -> N
     with closing(scheduler(None)) as made:
         want = [text for text, _ in answers(made, asked(None, None))]
     product = Int4Weights.product
-    monkeypatch.setattr(Int4Weights, "product", lambda self, x: -product(self, x))
+    monkeypatch.setattr(Int4Weights, "product", lambda self, *given: -product(self, *given))
     with closing(scheduler(PART)) as made:
         found = answers(made, asked(None, None))
     assert [text for text, _ in found] == want
