@@ -154,6 +154,21 @@ def test_drafts_that_come_with_the_prompt_are_no_part_of_it(spec: str) -> None:
     assert held == window + sinks + chosen.get(spec.partition(":")[0], 0)
 
 
+@pytest.mark.parametrize("spec", POLICIES)
+def test_drafts_are_verified_on_what_is_left_of_the_prompt(spec: str) -> None:
+    """A model that drafts for itself is right while nothing is gone; so all are accepted."""
+    model, ids = text_model("llama"), {"input_ids": prompt(LENGTH)}
+    if "fastkvzip" in spec:
+        give_gates(model)
+    helper = copy.deepcopy(model)
+    helper.generation_config.assistant_confidence_threshold = 0
+    with attach(model, cache=spec):
+        alone = written(model, ids, 5)
+        helped = written(model, ids, 5, assistant_model=helper)
+    assert torch.equal(helped[0], alone[0])
+    torch.testing.assert_close(helped[1], alone[1], atol=1e-5, rtol=0)
+
+
 def test_chunked_prefill_equals_one_piece() -> None:
     model, ids = text_model("qwen3_moe"), {"input_ids": prompt(LENGTH)}
     for spec in ("snapkv:0.4?window=5", "knorm:0.5"):

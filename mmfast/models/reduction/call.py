@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
 from mmfast.core.errors import ModelError
 from mmfast.core.locks import WholeLock
 from mmfast.models.cache_name import cache_of, layered_cache_of
+from mmfast.models.encoder_names import FEATURES
 from mmfast.models.patching import override, stand_before
 from mmfast.models.reduction.cache_layers import is_short
 from mmfast.models.reduction.step import ForwardStep
 from mmfast.models.wrappers import LayerCall, layers_of
+
+LOOKUP = "prompt_lookup_num_tokens"  # drafts by stock `generate`, as an `assistant_model` makes
+_WHOLE = ("output_hidden_states", "output_attentions")
+_BY_TOKEN = ("input_ids", "position_ids", "cache_position", "mm_token_type_ids", "token_type_ids")
 
 
 class Call:
@@ -73,11 +79,15 @@ class PromptTracker:
         self._local = _PromptState()
 
     @contextmanager
-    def told_by_generate(self, model: Any) -> Iterator[None]:
-        """Take the length of a prompt from the `generate` of a model."""
+    def told_by_generate(self, model: Any, guided: bool = False) -> Iterator[None]:
+        """Take the length of a prompt from the `generate` of a model.
+
+        ModelError in a call that reads a second prompt for guidance, unless such may be `guided`.
+        """
         with ExitStack() as stack:
             if hasattr(model, "_prepare_model_inputs"):  # a base model does not generate
-                stack.enter_context(override(model, "generate", partial(self._generate, model)))
+                around = partial(self._generate, model, guided)
+                stack.enter_context(override(model, "generate", around))
                 stack.enter_context(override(model, "_prepare_model_inputs", self._inputs))
             yield
 
@@ -91,10 +101,12 @@ class PromptTracker:
         behind = past + length - local.end
         return PromptPart(max(0, behind), max(0, -behind), past <= local.begin)
 
-    def _generate(self, model: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _generate(
+        self, model: Any, guided: bool, stock: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         config = kwargs.get("generation_config") or model.generation_config
         scale = kwargs.get("guidance_scale", getattr(config, "guidance_scale", None))
-        if scale is not None and scale != 1:
+        if scale is not None and scale != 1 and not guided:
             raise ModelError(
                 f"guidance_scale={scale} reads a second prompt inside generate, which cache= and "
                 "cuts of text would take for a part of the first one; leave it out, or use reduce= "
@@ -103,10 +115,34 @@ class PromptTracker:
         local = self._local
         before = local.inside, local.begin, local.end
         local.inside, local.end = True, None
+        lookup = kwargs.get(LOOKUP, getattr(config, LOOKUP, None))
+        drafted = lookup is not None or kwargs.get("assistant_model") is not None
+        alone = override(model, "forward", self._alone) if drafted else nullcontext()
         try:
-            return stock(*args, **kwargs)
+            with alone:
+                return stock(*args, **kwargs)
         finally:
             local.inside, local.begin, local.end = before
+
+    def _alone(self, stock: Callable[..., Any], **kwargs: Any) -> Any:
+        """Read a prompt before the drafts that `generate` sends with it.
+
+        Later drafts read what was left of the prompt; so must these.
+        """
+        cache, length = layered_cache_of(kwargs), length_of(kwargs)
+        past = 0 if cache is None else int(cache.get_seq_length())
+        part = self.part(past, length) if cache is not None else None
+        if part is None or not part.drafts:
+            return stock(**kwargs)
+        if asked := [name for name in _WHOLE if kwargs.get(name)]:
+            raise ModelError(
+                f"{asked[0]}=True asks for a prompt and its first drafts in one, and what is cut "
+                f"is cut between them; leave out the draft (assistant_model, {LOOKUP})"
+            )
+        prompt, drafts = _halves(kwargs, length, part.drafts)
+        first, then = stock(**prompt), stock(**drafts)
+        then.logits = torch.cat([first.logits, then.logits], 1)
+        return then
 
     def _inputs(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ids, name, options = stock(*args, **kwargs)
@@ -119,6 +155,21 @@ class PromptTracker:
         self._local.begin = past
         self._local.end = None if past and end - past <= 1 else end
         return ids, name, options
+
+
+def _halves(kwargs: dict[str, Any], length: int, drafts: int) -> tuple[dict[str, Any], ...]:
+    """Arguments of a prompt, and of the `drafts` behind it: its media are in the prompt alone."""
+    first, then = dict(kwargs), dict(kwargs)
+    for name, value in kwargs.items():
+        if name == "logits_to_keep" and isinstance(value, int):
+            first[name], then[name] = max(1, value - drafts), min(value, drafts)
+        elif name == "attention_mask" and isinstance(value, Tensor):
+            first[name] = value[:, :-drafts]
+        elif name in _BY_TOKEN and isinstance(value, Tensor) and value.shape[-1] == length:
+            first[name], then[name] = value[..., :-drafts], value[..., -drafts:]
+        elif isinstance(value, Tensor) or name == FEATURES:
+            del then[name]
+    return first, then
 
 
 class PassState(threading.local):

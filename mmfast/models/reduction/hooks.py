@@ -92,6 +92,9 @@ class Hooks:
         ends = any(site.of_text or site.bypasses or site.fuses for site in sites)
         self._prompts = PromptTracker() if ends else None
         self._tracks = self._prompts is not None and not whole
+        # What reads the end of a prompt inside the model must not find drafts there.
+        deep = any(site.deep for site in sites) and not whole
+        self._ends = self._prompts if self._tracks else PromptTracker() if deep else None
         self._reviving = reviving = {site.layer for site in sites if site.revives}
         self._turns = turns_once(self._text, self._adapter.mrope)
         renumbers = any(site.renumbers(self._turns) for site in sites)
@@ -127,8 +130,9 @@ class Hooks:
         with ExitStack() as stack:
             stack.callback(self._caches.release)
             stack.enter_context(told_by_generate(self._model))
-            if self._prompts is not None and self._tracks:
-                stack.enter_context(self._prompts.told_by_generate(self._model))
+            if self._ends is not None:
+                guided = not self._tracks
+                stack.enter_context(self._ends.told_by_generate(self._model, guided))
             self._recorder = stack.enter_context(recording(self._base, self._adapter, needs))
             if any(not spec.whole for site in self._sites for spec in site.specs):
                 stack.callback(stand_before(self._model, refuse_places, f"{self._key} places"))
