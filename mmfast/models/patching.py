@@ -99,14 +99,24 @@ def stand_before(module: nn.Module, hook: Callable[..., Any], key: str | None = 
 
 
 def stand_behind(
-    module: nn.Module, hook: Callable[..., Any], key: str | None = None, always: bool = False
+    module: nn.Module,
+    hook: Callable[..., Any],
+    key: str | None = None,
+    always: bool = False,
+    first: bool = False,
 ) -> Undo:
-    """Register a forward hook `(module, args, kwargs, output)`; `always`: also after exceptions."""
+    """Register a forward hook `(module, args, kwargs, output)`; `always`: also after exceptions.
+
+    `first`: it runs before all that are there.
+    """
     kinds = [module._forward_hooks_with_kwargs]
     if always:
         kinds.append(module._forward_hooks_always_called)
     handle = RemovableHandle(module._forward_hooks, extra_dict=kinds)
-    return _stand(handle, module._forward_hooks, hook, key)
+    undo = _stand(handle, module._forward_hooks, hook, key)
+    if first:
+        module._forward_hooks.move_to_end(handle.id, last=False)
+    return undo
 
 
 def _stand(handle: Any, hooks: dict[Any, Any], hook: Any, key: str | None) -> Undo:

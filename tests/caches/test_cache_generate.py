@@ -210,6 +210,22 @@ def test_a_prompt_in_chunks_equals_one_piece(family: str, spec: str, chunk: int)
         close(parts, whole)
 
 
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen3_vl"])
+def test_chunks_whose_media_are_cut(family: str) -> None:
+    """The last queries of a prompt are known early where the last chunk leaves as many."""
+    this, reduce = tiny(family), "divprune:0.5"
+    inputs = rows(this, [1])
+    chunk = int(inputs["input_ids"].shape[1]) - 6  # two chunks
+    with attach(this.model, reduce, cache="snapkv:0.4?window=5"):
+        whole, parts = (generate(this, inputs, 4, **k) for k in ({}, {"prefill_chunk_size": chunk}))
+    close(parts, whole)
+    for spec in ("snapkv:0.4?window=32", "zipcache:0.4"):
+        with attach(this.model, reduce, cache=spec):
+            generate(this, inputs, 4)
+            with pytest.raises(ModelError, match="how many of them reduce= leaves"):
+                generate(this, inputs, 4, prefill_chunk_size=7)
+
+
 @pytest.mark.rest_is_slow(3)
 @pytest.mark.parametrize("family", MORE)
 @pytest.mark.parametrize("spec", [*SPECS, *LATEST])

@@ -57,6 +57,18 @@ def test_greedy_tokens_of_every_family(family: str) -> None:
     assert trace.rows[-1].tokens_in > 0
 
 
+@pytest.mark.parametrize("cache", ["adakv:0.5", "snapkv:0.4"])
+def test_every_prompt_is_seen_before_a_policy_acts_on_it(cache: str) -> None:
+    """Hooks of a policy by head stay in while an answer is written, those of drafts do not."""
+    this = tiny("llava_onevision")
+    inputs = _asked(this)
+    with attach(this.model, cache=cache):
+        want = generate(this, inputs, 8, **VARIED).sequences
+    with attach(this.model, cache=cache, decode=SELF):
+        for _ in range(3):
+            assert torch.equal(generate(this, inputs, 8, **VARIED).sequences, want)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_other_drafts_of_every_family(family: str) -> None:

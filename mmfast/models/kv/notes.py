@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mmfast.caches.plan import CachePlan
+from mmfast.core.errors import ModelError
 from mmfast.core.trace import Trace
 from mmfast.models.reduction.call import PassState, PromptPart
 from mmfast.models.reduction.probe import head_mass, keys_seen, probe_mass, probing, softmax_rows
@@ -411,6 +412,8 @@ class Attention:
             if self._probes is not None:
                 places_of.append(places)
             rest = 0 if part is None else part.rest
+            if part is not None and not (part.first and part.last):
+                self._check_part(index, row, part, len(places))
             if part is not None and rest < self._power:
                 recent = places[max(0, len(places) - self._power + rest) :]
                 squares = query[row].index_select(1, recent).float().square().sum(1)  # [Hq, d]
@@ -434,6 +437,28 @@ class Attention:
             if self._scaled:  # as this module divides its logits
                 queries = queries * (query.shape[-1] ** -0.5 if scaling is None else scaling)
             self._local.__dict__[str(index)][QUERIES] = queries
+
+    def _check_part(self, index: int, row: int, part: PromptPart, count: int) -> None:
+        """Refuse chunks whose queries were taken for others, since of later ones some were cut."""
+        if not (self._window or self._power or self._probes is not None):
+            return
+        parts = self._local.__dict__.setdefault("parts", {})
+        mine = parts.setdefault((index, row), [])
+        if part.first:
+            mine.clear()
+        mine.append((part.rest, count))
+        if not part.last:
+            return
+        behind, window = 0, max(self._window, self._power)
+        for told, brought in reversed(mine):
+            taken, due = (min(brought, max(0, window - n)) for n in (told, behind))
+            if taken != due or (told != behind and self._probes is not None):
+                raise ModelError(
+                    "the cache policy asks the last queries of a prompt, and chunks of it tell too "
+                    "late how many of them reduce= leaves; leave out prefill_chunk_size, or give a "
+                    f"size that leaves {window} tokens of the last chunk"
+                )
+            behind += brought
 
     def _asking(
         self,

@@ -111,6 +111,9 @@ class KVStage:
         self._prompts, self._account = PromptTracker(), _Account()
         self._arming = Arming(self._on_layers)
 
+    # Of two stages, whose hooks go out and in apart, one sees a layer before the other acts on it.
+    _first = False
+
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Hooks in, hooks out."""
@@ -133,7 +136,8 @@ class KVStage:
         with ExitStack() as stack:
             for index, layer in self._layers.items():
                 after = partial(torch.compiler.disable(self._after), index)
-                stack.callback(stand_behind(layer, LayerCall(layer).behind(after)))
+                behind = LayerCall(layer).behind(after)
+                stack.callback(stand_behind(layer, behind, first=self._first))
             if self._looks:
                 stack.enter_context(self._attention.watching(modules))
             if self._raw is not None:

@@ -115,6 +115,8 @@ class ViewNotes:
 class ViewStage(KVStage):
     """A stage that chooses behind every prompt what a draft reads, and evicts nothing."""
 
+    _first = True
+
     def __init__(self, model: Any, plan: ViewPlan, state: PassState) -> None:
         super().__init__(model, plan, Trace(), state)
         self._sides: weakref.WeakKeyDictionary[Any, dict[int, ViewNotes]] = (
