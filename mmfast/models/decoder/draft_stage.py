@@ -370,7 +370,7 @@ class LoopWatch:
         if self._steps == _STEPS:
             self._trace.warn(self._note)
 
-    @torch.compiler.assume_constant_result
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _compiled(self) -> None:
         """Run while a step is compiled, in place of code in it."""
         if not _DECODING.get():
