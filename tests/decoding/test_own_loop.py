@@ -60,3 +60,12 @@ def test_a_compiled_loop_is_warned_of_too() -> None:
     model = text_model("llama")
     with attach(model, decode="recycle"), pytest.warns(UserWarning, match=SAID):
         steps(torch.compile(model, backend="eager"), prompt(8), 4)
+
+
+def test_a_cache_of_old_releases_is_refused_as_by_the_stock_model() -> None:
+    model, ids, told = text_model("llama"), prompt(8), list[str]()
+    for decode in ("none", "recycle"):
+        with attach(model, decode=decode), pytest.raises(Exception, match=r".") as error:
+            model(input_ids=ids[:, :1], use_cache=True, **{CACHE: ((ids, ids),)})
+        told.append(f"{type(error.value).__name__}: {error.value}")
+    assert told[0] == told[1]

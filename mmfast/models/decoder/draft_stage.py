@@ -365,7 +365,8 @@ class LoopWatch:
             return
         if _DECODING.get():
             return
-        step = length == 1 and past is not None and int(past.get_seq_length()) > 0
+        # A tuple of old releases has no length; the model refuses it in its own words.
+        step = length == 1 and hasattr(past, "get_seq_length") and int(past.get_seq_length()) > 0
         self._steps = self._steps + 1 if step else 0
         if self._steps == _STEPS:
             self._trace.warn(self._note)

@@ -9,6 +9,7 @@ from itertools import count
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
+from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -86,14 +87,23 @@ def translated(asked: ResponseRequest) -> schema.ChatRequest:
         raise bad_request(text, param="previous_response_id")
     if asked.background:
         raise bad_request("background answers are not kept here; leave it out", param="background")
+    found = {**{k: v for k, v in given.items() if v is not None}, **rest}
     try:
-        found = {k: v for k, v in given.items() if v is not None}
-        return schema.ChatRequest.model_validate({**found, **rest})
+        return schema.ChatRequest.model_validate(found)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(step) for step in first["loc"])
-        where = where.replace("messages", "input")
-        raise bad_request(f"{where[:200]}: {first['msg'][:200]}", param=where[:200]) from None
+        items = {**found, "input": given["messages"][len(start) :]}
+        raise RequestValidationError(_named(error, len(start)), body=items) from None
+
+
+def _named(error: ValidationError, start: int) -> list[Any]:
+    """Return errors of messages as those of the items of `input`, behind so many messages."""
+    found = []
+    for each in error.errors():
+        where = each["loc"]
+        if where[:1] == ("messages",) and len(where) > 1 and isinstance(where[1], int):
+            where = ("input", where[1] - start, *where[2:])
+        found.append({**each, "loc": where})
+    return found
 
 
 def _without(tool: Mapping[str, Any]) -> dict[str, Any]:

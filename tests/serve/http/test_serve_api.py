@@ -572,6 +572,27 @@ def test_responses_refuse_in_one_line(wrong: dict[str, Any]) -> None:
     assert reply.status_code == 400 and next(iter(wrong)) in reply.json()["error"]["param"]
 
 
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        ({"type": "input_file", "file_data": "x"}, "unknown input[0].content[1].type 'input_file'"),
+        ({"type": "input_image", "file_id": "x"}, "input[0].content[1].image_url"),
+        ({"type": "input_text"}, "input[0].content[1].text"),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"instructions": "Be brief."}])
+def test_responses_name_the_part_that_is_wrong(
+    part: dict[str, Any], told: str, more: dict[str, Any]
+) -> None:
+    words = {"type": "input_text", "text": QUESTION}
+    given = [{"role": "user", "content": [words, part]}]
+    reply = post(app_of(saying(*ANSWER)), "/v1/responses", input=given, **more)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and "\n" not in error["message"]
+    assert error["message"].startswith(told), error
+    assert error["param"].startswith("input[0].content[1].")
+
+
 def test_responses_name_what_has_no_effect_in_their_texts_options() -> None:
     app, more = app_of(saying(*ANSWER)), {"text": {"verbosity": "low"}, "include": ["a.b"]}
     reply = post(app, "/v1/responses", input=QUESTION, **more)
