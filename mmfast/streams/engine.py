@@ -154,8 +154,8 @@ class Branch:
         """Append what was said on this branch to the stream, at its present end.
 
         It was computed with everything that the branch could see. A second call appends what came
-        since the first. MmfastError: a block does not fit into the memory; those before it are
-        kept. Or attention decides what stays, which the branch has not noted.
+        since the first. MmfastError: a block does not fit into the memory (those before it are
+        kept), or attention decides what stays there, which a branch does not note.
         """
         memory = self._memory
         if attended(memory.plan):

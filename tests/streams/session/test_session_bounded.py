@@ -14,6 +14,7 @@ import torch
 from stream_tools import answer_logits, pipe_of, shared_pipe, watcher
 
 from mmfast.bench.suites.stream import bounded_row, bytes_of, noise_frames
+from mmfast.core.errors import MmfastError
 from mmfast.streams.memory import auto_memory
 
 MEMORY = "sink:16+window:160+retrieve:2"
@@ -160,4 +161,6 @@ def test_an_exchange_is_remembered_where_attention_decides_what_stays(
                 for i, frame in enumerate(frames[20:], int(each.stats()["seconds"]) + 1):
                     each.push(frame, float(i))
             assert session.stats()["memory"]["live_tokens"] <= 166
+            with pytest.raises(MmfastError, match=r"reads the attention of new tokens"):
+                session.stream.branch(question)[0].keep()
             assert torch.equal(*(answer_logits(each, question) for each in (session, other)))
