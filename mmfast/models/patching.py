@@ -115,7 +115,8 @@ def stand_behind(
     handle = RemovableHandle(module._forward_hooks, extra_dict=kinds)
     undo = _stand(handle, module._forward_hooks, hook, key)
     if first:
-        module._forward_hooks.move_to_end(handle.id, last=False)
+        hooks: Any = module._forward_hooks  # an ordered dictionary
+        hooks.move_to_end(handle.id, last=False)
     return undo
 
 

@@ -411,9 +411,7 @@ class Attention:
                 found.setdefault(TOTAL, []).append(mine)
             if self._probes is not None:
                 places_of.append(places)
-            rest = 0 if part is None else part.rest
-            if part is not None and not (part.first and part.last):
-                self._check_part(index, row, part, len(places))
+            rest = self._rest(index, row, part, len(places))
             if part is not None and rest < self._power:
                 recent = places[max(0, len(places) - self._power + rest) :]
                 squares = query[row].index_select(1, recent).float().square().sum(1)  # [Hq, d]
@@ -438,10 +436,18 @@ class Attention:
                 queries = queries * (query.shape[-1] ** -0.5 if scaling is None else scaling)
             self._local.__dict__[str(index)][QUERIES] = queries
 
+    def _rest(self, index: int, row: int, part: PromptPart | None, count: int) -> int:
+        """Tokens of a prompt that later chunks bring, behind the `count` of this one.
+
+        ModelError for chunks whose queries were taken for others, since later ones were cut.
+        """
+        if part is None or (part.first and part.last):
+            return 0
+        if self._window or self._power or self._probes is not None:
+            self._check_part(index, row, part, count)
+        return part.rest
+
     def _check_part(self, index: int, row: int, part: PromptPart, count: int) -> None:
-        """Refuse chunks whose queries were taken for others, since of later ones some were cut."""
-        if not (self._window or self._power or self._probes is not None):
-            return
         parts = self._local.__dict__.setdefault("parts", {})
         mine = parts.setdefault((index, row), [])
         if part.first:

@@ -27,7 +27,8 @@ from mmfast.models.reduction.cache_layers import is_short
 from mmfast.models.reduction.step import ForwardStep
 from mmfast.models.wrappers import LayerCall, layers_of
 
-LOOKUP = "prompt_lookup_num_tokens"  # drafts by stock `generate`, as an `assistant_model` makes
+# Drafts by stock `generate` without an `assistant_model`.
+_OWN_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 _WHOLE = ("output_hidden_states", "output_attentions")
 _BY_TOKEN = ("input_ids", "position_ids", "cache_position", "mm_token_type_ids", "token_type_ids")
 
@@ -115,8 +116,8 @@ class PromptTracker:
         local = self._local
         before = local.inside, local.begin, local.end
         local.inside, local.end = True, None
-        lookup = kwargs.get(LOOKUP, getattr(config, LOOKUP, None))
-        drafted = lookup is not None or kwargs.get("assistant_model") is not None
+        own = [kwargs.get(name, getattr(config, name, None)) for name in _OWN_DRAFTS]
+        drafted = any(each is not None for each in (*own, kwargs.get("assistant_model")))
         alone = override(model, "forward", self._alone) if drafted else nullcontext()
         try:
             with alone:
@@ -137,7 +138,7 @@ class PromptTracker:
         if asked := [name for name in _WHOLE if kwargs.get(name)]:
             raise ModelError(
                 f"{asked[0]}=True asks for a prompt and its first drafts in one, and what is cut "
-                f"is cut between them; leave out the draft (assistant_model, {LOOKUP})"
+                f"is cut between them; leave out the draft (assistant_model, {_OWN_DRAFTS[0]})"
             )
         prompt, drafts = _halves(kwargs, length, part.drafts)
         first, then = stock(**prompt), stock(**drafts)

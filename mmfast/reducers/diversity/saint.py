@@ -30,14 +30,14 @@ def saint(
     gamma: float = 10.0,
     full: int = 0,
 ) -> Reduction:
-    """Drop tokens at even places that many tokens at odd places resemble.
+    """Drop tokens at even places that many at odd places resemble.
 
-    Edges of a bipartite graph join even and odd tokens whose cosine is at least `tau` (Jeddi et
+    A bipartite graph joins even and odd tokens whose cosine is at least `tau` (Jeddi et
     al., 2025). Without a budget one round drops as many even tokens as have `neighbours` edges,
     those of most redundancy: degree times `exp(gamma * (mean cosine of the edges - tau))`. Inside
     LLaVA's decoder the authors do that behind each of layers 7 to 16 with a `tau` of 0.83, from
-    `saint@llm8?tau=0.83` to `llm17` here. Rounds that meet a budget and drop at most half of the
-    even tokens each are a choice of this project.
+    `saint@llm8?tau=0.83` to `llm17` here. Rounds that meet a budget, by half of the
+    even tokens at most, are ours.
 
     Args:
         tokens: `x` `[..., N, D]`; likeness is the cosine of keys where they are given (`keys`, and
