@@ -355,6 +355,15 @@ def _flexprefill(arrays: Arrays, params: Params) -> Outcome:
     return {"trusted": trusted, "distance": distance, "shares": torch.stack(shares)}, []
 
 
+def _pbs(arrays: Arrays, params: Params) -> Outcome:
+    layer, size = _prompt(arrays), params["block_size"]
+    segment = params["segment_size"] // size
+    share = float(params["threshold"])
+    found = prefill_method(f"pbs:{share}?block={size}&segment={segment}").choose(layer)
+    assert found.order is not None
+    return {"order": found.order, "blocks": found.blocks}, []
+
+
 _WINDOW = "kernel_size max_capacity_prompt pooling window_size"
 _FRAMES = "compress_frame_num query_ratio system_size tar_ratio token_per_frame"
 # As `DRIVERS` in `parity`, which has these, too.
@@ -383,4 +392,5 @@ CACHE_DRIVERS: dict[str, tuple[Drive, str, str]] = {
 PREFILL_DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "flexprefill": (_flexprefill, "query keys", "block_size tau"),
     "minference": (_minference, "query keys", "block_size top_k"),
+    "pbs": (_pbs, "query keys", "block_size segment_size threshold"),
 }
