@@ -27,6 +27,7 @@ from mmfast.ops.pages import bound_scores, marked_places, selected_attention
 from mmfast.ops.quantisation import dequantise
 from mmfast.ops.ranking import index_mask
 from mmfast.prefill.flexprefill import estimate, jensen_shannon
+from mmfast.prefill.minference import SPLITS
 from mmfast.prefill.plan import plan_prefill
 
 Arrays = Mapping[str, Tensor]
@@ -385,12 +386,29 @@ def _prompt(arrays: Arrays) -> PromptLayer:
 
 
 def _minference(arrays: Arrays, params: Params) -> Outcome:
+    if "slash_size" in params:
+        return _vertical_slash(_prompt(arrays), params["vertical_size"], params["slash_size"])
     layer, size = _prompt(arrays), params["block_size"]
     # The own block, which is always read here, is among the chosen ones there.
     share = (params["top_k"] - 1) / -(-layer.n // size)
     chooser = prefill_method(f"minference:{float(share)}?block={size}")
     found = [chooser.block_sparse(layer, head)[0] for head in range(layer.heads)]
     return {"blocks": torch.stack(found)}, []
+
+
+def _vertical_slash(layer: PromptLayer, columns: int, slashes: int) -> Outcome:
+    """Columns and distances that the second pattern reads, with blocks of one token."""
+    chooser = prefill_method(f"minference:{(columns + slashes) / layer.n}?block=1")
+    last, found = last_queries(layer, chooser.probes), []
+    way = SPLITS.index(columns / (columns + slashes))
+    for head in range(layer.heads):
+        rows = probe_rows(layer, head, last).mean(0)
+        blocks, chosen = chooser.vertical_slash(layer, rows, last)[way]
+        near = blocks[-1].flip(0)  # of the last query
+        near[0] = True  # itself, which is always read
+        found.append((chosen, near))
+    marks = (torch.stack(each) for each in zip(*found, strict=True))
+    return dict(zip(("columns", "slashes"), marks, strict=True)), []
 
 
 def _flexprefill(arrays: Arrays, params: Params) -> Outcome:
@@ -445,6 +463,6 @@ CACHE_DRIVERS: dict[str, tuple[Drive, str, str]] = {
 }
 PREFILL_DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "flexprefill": (_flexprefill, "query keys", "block_size tau"),
-    "minference": (_minference, "query keys", "block_size top_k"),
+    "minference": (_minference, "query keys", "block_size? top_k? slash_size? vertical_size?"),
     "pbs": (_pbs, "query keys", "block_size segment_size threshold"),
 }

@@ -452,7 +452,25 @@ def _blocks(rows: np.ndarray, size: int) -> list[np.ndarray]:
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
+def vertical_slash(a: Arrays, p: Params) -> Results:
+    heads, n, width = a["keys"].shape
+    columns, slashes = np.zeros((heads, n), bool), np.zeros((heads, n), bool)
+    for head, (query, keys) in enumerate(zip(doubles(a["query"]), doubles(a["keys"]), strict=True)):
+        down, across = [0.0] * n, [0.0] * n
+        for place in range(n - 64, n):
+            logits = [float(query[place] @ key) / math.sqrt(width) for key in keys[: place + 1]]
+            for j, share in enumerate(softmax(logits)):
+                down[j] += share
+                across[place - j] += share
+        down[:30], across[:100] = [math.inf] * 30, [math.inf] * 100
+        columns[head, ranked(down)[: p["vertical_size"]]] = True
+        slashes[head, ranked(across)[: p["slash_size"]]] = True
+    return {"columns": columns, "slashes": slashes}
+
+
 def minference(a: Arrays, p: Params) -> Results:
+    if "slash_size" in p:
+        return vertical_slash(a, p)
     found = []
     for query, keys in zip(doubles(a["query"]), doubles(a["keys"]), strict=True):
         pair = [_blocks(x, p["block_size"]) for x in (query, keys)]
