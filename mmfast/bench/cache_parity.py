@@ -20,12 +20,14 @@ from mmfast.core.errors import MmfastError
 from mmfast.core.kv import Clusters, LayerStep, StepChoice
 from mmfast.core.reduction import gather_rows
 from mmfast.core.tokens import Tokens
+from mmfast.models.kv.gates import KeyGate
 from mmfast.models.reduction.probe import head_mass, probe_mass
 from mmfast.ops.block_selection import block_sums, last_queries, pooled_scores, probe_rows
 from mmfast.ops.pages import bound_scores, marked_places, selected_attention
 from mmfast.ops.quantisation import dequantise
 from mmfast.ops.ranking import index_mask
 from mmfast.prefill.flexprefill import estimate, jensen_shannon
+from mmfast.prefill.minference import SPLITS
 from mmfast.prefill.plan import plan_prefill
 
 Arrays = Mapping[str, Tensor]
@@ -227,6 +229,56 @@ def _lookm(arrays: Arrays, params: Params) -> Outcome:
     return {"kept": found.keep, **merged}, []
 
 
+def _mixkv(arrays: Arrays, params: Params) -> Outcome:
+    keys, window = arrays["keys"], params["window_size"]
+    _finite(arrays)
+    votes = attention(arrays["query"], keys, window) / window
+    tokens = Tokens(keys, signals={"attn_window": votes, "values": arrays["values"]})
+    spec = f"mixkv:{params['max_capacity_prompt']}?{_window_knobs(params)}"
+    return {"kept": plan_of(spec).reduce(tokens).keep}, []
+
+
+def _cam(arrays: Arrays, params: Params) -> Outcome:
+    _finite(arrays)
+    query, keys, values = (arrays[name] for name in ("query", "keys", "values"))
+    start, recent, n = params["start_budget"], params["recent_budget"] - 2, keys.shape[1]
+    merge = params["merge_budget"]
+    plan = plan_of(f"sink:{start}+cam:{recent}?recent=1.0&merge={merge}")
+    begin = n - query.shape[1] + 1  # tokens at the first step
+    held = torch.cat([torch.arange(start), torch.arange(begin - recent - 1, begin)])
+    held = held.expand(len(keys), -1)
+    kept = gather_rows(values, held)
+    for step in range(query.shape[1]):
+        rows = gather_rows(keys, held)
+        now = attention(query[:, step : step + 1], rows, 1)
+        found = plan.reduce(Tokens(rows, signals={"attn_sum": now}))
+        kept, held = found.apply(kept), held.gather(-1, found.keep)
+        if begin + step < n:
+            held = F.pad(held, (0, 1), value=begin + step)
+            kept = torch.cat([kept, values[:, begin + step, None]], 1)
+    return {"kept": held, "values": kept}, []
+
+
+_GATE = "query query_bias key query_norm key_norm sinks bias"
+
+
+def _fastkvzip(arrays: Arrays, params: Params) -> Outcome:
+    _finite(arrays)
+    names = "query.weight query.bias key.weight query_scale key_scale sinks bias"
+    tensors = {
+        name: arrays[theirs] for name, theirs in zip(names.split(), _GATE.split(), strict=True)
+    }
+    tensors |= {name: tensors[name].squeeze(1) for name in ("sinks", "bias")}
+    states, first = arrays["states"], params["sink"]
+    scores = KeyGate.of(tensors)(states).T
+    n = len(states)
+    # Half a token more, so that the share of the last tokens is cut at their number.
+    knobs = f"sink={first}&recent={(params['window_size'] + 0.5) / n}"
+    plan = plan_of(f"fastkvzip:{first + int((n - first) * params['ratio'])}?{knobs}")
+    tokens = Tokens(scores[..., None], signals={"key_gate": scores})
+    return {"scores": scores, "kept": plan.reduce(tokens).keep}, []
+
+
 def _simlayerkv(arrays: Arrays, params: Params) -> Outcome:
     knobs = "&".join(f"{name}={params[name]}" for name in ("sink", "recent", "threshold"))
     plan, found = plan_of(f"simlayerkv?window=1&{knobs}"), []
@@ -334,12 +386,29 @@ def _prompt(arrays: Arrays) -> PromptLayer:
 
 
 def _minference(arrays: Arrays, params: Params) -> Outcome:
+    if "slash_size" in params:
+        return _vertical_slash(_prompt(arrays), params["vertical_size"], params["slash_size"])
     layer, size = _prompt(arrays), params["block_size"]
     # The own block, which is always read here, is among the chosen ones there.
     share = (params["top_k"] - 1) / -(-layer.n // size)
     chooser = prefill_method(f"minference:{float(share)}?block={size}")
     found = [chooser.block_sparse(layer, head)[0] for head in range(layer.heads)]
     return {"blocks": torch.stack(found)}, []
+
+
+def _vertical_slash(layer: PromptLayer, columns: int, slashes: int) -> Outcome:
+    """Columns and distances that the second pattern reads, with blocks of one token."""
+    chooser = prefill_method(f"minference:{(columns + slashes) / layer.n}?block=1")
+    last, found = last_queries(layer, chooser.probes), []
+    way = SPLITS.index(columns / (columns + slashes))
+    for head in range(layer.heads):
+        rows = probe_rows(layer, head, last).mean(0)
+        blocks, chosen = chooser.vertical_slash(layer, rows, last)[way]
+        near = blocks[-1].flip(0)  # of the last query
+        near[0] = True  # itself, which is always read
+        found.append((chosen, near))
+    marks = (torch.stack(each) for each in zip(*found, strict=True))
+    return dict(zip(("columns", "slashes"), marks, strict=True)), []
 
 
 def _flexprefill(arrays: Arrays, params: Params) -> Outcome:
@@ -355,18 +424,30 @@ def _flexprefill(arrays: Arrays, params: Params) -> Outcome:
     return {"trusted": trusted, "distance": distance, "shares": torch.stack(shares)}, []
 
 
+def _pbs(arrays: Arrays, params: Params) -> Outcome:
+    layer, size = _prompt(arrays), params["block_size"]
+    segment = params["segment_size"] // size
+    share = float(params["threshold"])
+    found = prefill_method(f"pbs:{share}?block={size}&segment={segment}").choose(layer)
+    assert found.order is not None
+    return {"order": found.order, "blocks": found.blocks}, []
+
+
 _WINDOW = "kernel_size max_capacity_prompt pooling window_size"
 _FRAMES = "compress_frame_num query_ratio system_size tar_ratio token_per_frame"
 # As `DRIVERS` in `parity`, which has these, too.
 CACHE_DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "adakv": (_adakv, "query keys", "base_capacity floor_alpha kernel_size pooling window_size"),
+    "cam": (_cam, "query keys values", "merge_budget recent_budget start_budget"),
     "duo_attention": (_duo_attention, "gates", "recent_size sink_size sparsity tokens"),
+    "fastkvzip": (_fastkvzip, f"states {_GATE}", "ratio sink window_size"),
     "h2o": (_h2o, "query keys", "hh_size prompt recent_size"),
     "keynorm": (_keynorm, "keys", "group top_p"),
     "infinipot_v": (_infinipot_v, "keys values", _FRAMES),
     "keyformer": (_keyformer, "query keys", "kv_cache prompt recent"),
     "lagkv": (_lagkv, "keys values", "lag_size ratio sink_size"),
     "lookm": (_lookm, "query keys values", "hh_size image_position image_tokens recent_size"),
+    "mixkv": (_mixkv, "query keys values", _WINDOW),
     "pyramidkv": (_pyramidkv, "query keys", f"{_WINDOW} beta"),
     "quant": (_quant, "keys values", "bits group_size"),
     "quest": (_quest, "query keys", "chunk_size token_budget"),
@@ -382,5 +463,6 @@ CACHE_DRIVERS: dict[str, tuple[Drive, str, str]] = {
 }
 PREFILL_DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "flexprefill": (_flexprefill, "query keys", "block_size tau"),
-    "minference": (_minference, "query keys", "block_size top_k"),
+    "minference": (_minference, "query keys", "block_size? top_k? slash_size? vertical_size?"),
+    "pbs": (_pbs, "query keys", "block_size segment_size threshold"),
 }

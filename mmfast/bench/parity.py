@@ -36,11 +36,12 @@ from mmfast.ops import video
 from mmfast.ops.clustering import information
 from mmfast.ops.max_min import max_min
 from mmfast.ops.merging import match
-from mmfast.ops.ranking import complement, index_mask, stable_topk
+from mmfast.ops.ranking import complement, index_mask, rescale, stable_topk
 from mmfast.reducers.attention.prumerge import reference_share
 from mmfast.reducers.attention.vidcom2 import frame_shares, video_scores
 from mmfast.reducers.decoder.sparsevlm import raters
 from mmfast.reducers.diversity.cdpruner import relevance
+from mmfast.reducers.merging.litevggt import geometry
 from mmfast.reducers.video.holitom import static_plan
 from mmfast.reducers.video.prunevid import scenes_of
 from mmfast.reducers.video.stc_pruner import stream_stc_pruner
@@ -401,6 +402,31 @@ def _divprune(arrays: Arrays, params: Params) -> Outcome:
     return {"indices": picks}, faults
 
 
+def _dtd(arrays: Arrays, params: Params) -> Outcome:
+    frames, rows, columns = grid = tuple(params[name] for name in "THW")
+    n, t = rows * columns, params["threshold"]
+    budget = None if params["absolute"] else n + (frames - 1) * (n - int(n * t))
+    (found,) = run(Tokens(arrays["x"], grid=grid), "dtd", budget, threshold=1 - t, parity=True)
+    counts = index_mask(found.keep, found.n).view(frames, n).sum(-1)
+    return {"indices": found.keep, "per_frame": counts}, []
+
+
+def _litevggt(arrays: Arrays, params: Params) -> Outcome:
+    frames, rows, columns = grid = tuple(params[name] for name in "THW")
+    n = rows * columns
+    red, green, blue = arrays["pixels"].unbind(1)
+    score = geometry(arrays["x"], grid, 0.299 * red + 0.587 * green + 0.114 * blue)
+    tokens = Tokens(arrays["x"], grid=grid, signals={"geometry": score})
+    salient, boxes = (
+        (frames - 1) * max(1, int(n * 0.1)),
+        (frames - 1) * (rows // 2 * (columns // 2)),
+    )
+    budget = n + boxes + salient
+    (found,) = run(tokens, "litevggt", budget, first=True, salient=salient / budget)
+    info = rescale(score.view(frames, -1)).pow(1.4).flatten()
+    return {"info": info, "kept": found.keep, "target": found.keep[found.owner]}, []
+
+
 def _evs(arrays: Arrays, params: Params) -> Outcome:
     merge = params["spatial_merge_size"]
     grid = (params["T"], params["H"] // merge, params["W"] // merge)
@@ -518,6 +544,7 @@ DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "cdpruner": (_cdpruner, "features image_embeds text_embeds", "keep"),
     "dart": (_dart, "states keys", _PIVOTS),
     "divprune": (_divprune, "x", "ratio"),
+    "dtd": (_dtd, "x", "H T W absolute threshold"),
     "dycoke": (_dycoke, "x", "merging_ratio tokens_per_frame"),
     "evs": (_evs, "x", "H T W q spatial_merge_size"),
     "fastkv": (_fastkv, "query keys", "kernel_size tsp_length window_size"),
@@ -531,6 +558,7 @@ DRIVERS: dict[str, tuple[Drive, str, str]] = {
     "holitom_inner": (_holitom_inner, "x attn", "image_len image_start r"),
     "info_rank": (_info_rank, "x", "keep sys_length"),
     "ivc_prune": (_ivc_prune, "values rope", "image_len image_start"),
+    "litevggt": (_litevggt, "x pixels", "H T W"),
     "pixelprune": (_pixelprune, "pixel_values grid_thw", _PIXEL),
     "prumerge": (_prumerge, "q_cls k features", "adaptive ratio?"),
     "prumerge_plus": (_prumerge_plus, "q_cls k features", "adaptive ratio?"),

@@ -77,17 +77,23 @@ def fewest(scores: Tensor, mass: float | Tensor) -> Tensor:
 
 
 def pooled_scores(
-    layer: PromptLayer, head: int, size: int, keys: Tensor | None = None, own: bool = False
+    layer: PromptLayer,
+    head: int,
+    size: int,
+    keys: Tensor | None = None,
+    own: bool = False,
+    open_to: Tensor | None = None,
 ) -> Tensor:
     """Share `[q, k]` of blocks of keys by mean queries and mean keys, of those that are early.
 
-    With `own` the block where the queries begin has a share, too. The G heads of a choice are
-    averaged; `keys` `[S, d]` stand in the place of the head's own.
+    Others may be named by `open_to` `[q, k]`. With `own` the block where the queries begin has a
+    share, too. The G heads of a choice are averaged; `keys` `[S, d]` stand in the place of the
+    head's own.
     """
     queries = block_means(layer.query[head], size)  # [G, q, d]
     means = block_means(layer.keys[head] if keys is None else keys, size)
     logits = queries @ means.T * layer.scale
-    open_to = early(layer, size)
+    open_to = early(layer, size) if open_to is None else open_to
     if own:
         places = torch.arange(open_to.shape[1], device=logits.device)
         open_to = open_to | (places == whole_blocks(layer, size)[:, None])

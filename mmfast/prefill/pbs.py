@@ -11,7 +11,7 @@ from mmfast.core.blocks import BlockChoice, PromptLayer
 from mmfast.core.errors import SpecError
 from mmfast.core.registry import prefill_method
 from mmfast.core.spec import Budget
-from mmfast.ops.block_selection import fewest, last_queries, pooled_scores, probe_rows
+from mmfast.ops.block_selection import block_counts, fewest, last_queries, pooled_scores
 from mmfast.prefill.plan import BlockSettings, share_of
 
 
@@ -19,7 +19,7 @@ from mmfast.prefill.plan import BlockSettings, share_of
 def pbs(
     budget: Budget,
     *,
-    segment: int = 8,
+    segment: int = 2,
     block: int = 128,
     least: int = 4096,
     share: bool = True,
@@ -28,11 +28,12 @@ def pbs(
 
     Wang et al. (2025): attention does not depend on the order of keys. Within segments they are
     sorted by the attention of the last block of queries, so that keys that many queries want lie in
-    few blocks; segments stay in order, for causality. Every block of queries reads the fewest
-    blocks that hold the wanted share by mean queries and mean keys. Queries keep their order.
+    few blocks; segments stay in order, for causality. Every block of queries reads its own segment,
+    the block that holds the first key, and of the segments before the fewest blocks that hold the
+    wanted share by mean queries and mean keys. Queries keep their order.
 
     Args:
-        budget: Share of the estimated attention; 0.95 if absent.
+        budget: Share of the estimated attention to earlier segments; 0.9 if absent, as published.
         segment: Blocks of a segment.
         block: Tokens of a block.
         least: Tokens of a part of a prompt from which on it chooses.
@@ -41,9 +42,9 @@ def pbs(
     Raises:
         SpecError: A segment without blocks.
     """
-    mass = share_of("pbs", budget, 0.95, "the attention")
+    mass = share_of("pbs", budget, 0.9, "the attention")
     if segment < 1:
-        raise SpecError(f"'pbs' got segment={segment}; choose at least 1 block, as in '?segment=8'")
+        raise SpecError(f"'pbs' got segment={segment}; choose at least 1 block, as in '?segment=2'")
     return PermutedBlocks(mass, block, least, share, segment)
 
 
@@ -51,24 +52,44 @@ def pbs(
 class PermutedBlocks(BlockSettings):
     """Blocks of sorted keys."""
 
-    segment: int = 8
+    segment: int = 2
 
     def choose(self, layer: PromptLayer) -> BlockChoice:
         """Sort the keys of every head and choose blocks of them."""
-        last = last_queries(layer, self.block)
+        own, earlier = self.segments(layer)
         orders, blocks = [], []
         for head in range(layer.heads):
-            order = self.sorted_keys(probe_rows(layer, head, last).mean(0).sum(0))
-            shares = pooled_scores(layer, head, self.block, layer.keys[head][order])
-            blocks.append(fewest(shares, self.budget))
+            order = self.sorted_keys(layer, head)
+            keys = layer.keys[head][order]
+            shares = pooled_scores(layer, head, self.block, keys, open_to=earlier)
+            chosen = fewest(shares, self.budget) | own
+            chosen[:, (order == 0).nonzero()[0, 0] // self.block] = True
+            blocks.append(chosen)
             orders.append(order)
         return BlockChoice(torch.stack(blocks), self.block, order=torch.stack(orders))
 
-    def sorted_keys(self, scores: Tensor) -> Tensor:
-        """Key `[S]` at each place, by descending score `[S]` within segments."""
+    def segments(self, layer: PromptLayer) -> tuple[Tensor, Tensor]:
+        """Masks `[q, k]` of blocks of the segment where queries begin, and of those before it."""
+        rows, count = (
+            torch.arange(number, device=layer.keys.device)
+            for number in block_counts(layer, self.block)
+        )
+        begins = (rows * self.block + layer.before) // (self.segment * self.block)
+        segment = count // self.segment
+        return segment == begins[:, None], segment < begins[:, None]
+
+    def sorted_keys(self, layer: PromptLayer, head: int) -> Tensor:
+        """Key `[S]` at each place, by descending attention within whole segments.
+
+        The last queries attend to the keys of whole segments alone, to later ones as well; a last
+        segment that is not full keeps its order.
+        """
         wide = self.segment * self.block
-        found = [
-            start + part.sort(descending=True, stable=True).indices
-            for start, part in zip(range(0, len(scores), wide), scores.split(wide), strict=True)
-        ]
-        return torch.cat(found)
+        order = torch.arange(layer.n, device=layer.keys.device)
+        whole = layer.n // wide * wide
+        queries = layer.query[head].index_select(1, last_queries(layer, self.block)).float()
+        logits = queries @ layer.keys[head, :whole].float().T * layer.scale
+        scores = logits.softmax(-1).mean((0, 1)).view(-1, wide)
+        ranked = scores.sort(dim=-1, descending=True, stable=True).indices
+        order[:whole] = (ranked + order[:whole:wide, None]).flatten()
+        return order

@@ -139,6 +139,29 @@ def holitom() -> Iterator[Case]:
         yield inputs, {**params, "retain_ratio": ratio, "tau": tau}
 
 
+def dtd() -> Iterator[Case]:
+    for grid, threshold, absolute in (
+        ((6, 3, 4), -1.0, True),
+        ((6, 3, 4), 0.7, True),
+        ((1, 3, 5), 0.5, True),
+        ((1, 3, 5), 0.5, False),
+        ((5, 2, 3), 0.0, False),
+        ((4, 3, 3), 1.0, False),
+    ):
+        sides = dict(zip("THW", grid, strict=True))
+        x = video(grid[0], grid[1] * grid[2]).flatten(0, 1)
+        yield {"x": x}, {"threshold": threshold, "absolute": absolute, **sides}
+
+
+def litevggt() -> Iterator[Case]:
+    for grid in ((2, 4, 2), (2, 8, 2), (2, 16, 2)):
+        frames, height, width = grid
+        pixels = rows(frames, 3, 4 * height, 4 * width, seed="pixels")
+        pixels[:, :, [0, -1]] = pixels[..., [0, -1]] = 0  # what lies behind the border
+        x = video(frames, height * width, 32).flatten(0, 1)
+        yield {"x": x, "pixels": pixels}, dict(zip("THW", grid, strict=True))
+
+
 def evs() -> Iterator[Case]:
     for grid, q in (
         ((6, 3, 4), 0),

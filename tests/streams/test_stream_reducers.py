@@ -85,7 +85,9 @@ def test_every_frame_keeps_its_exact_share(spec: str, count: int) -> None:
     assert torch.bincount(found.keep // N, minlength=FRAMES).tolist() == [count] * FRAMES
 
 
-@pytest.mark.parametrize("spec", ["evs", "evs?threshold=0.3", "dtd", "dtd?threshold=0.4"])
+@pytest.mark.parametrize(
+    "spec", ["evs", "evs?threshold=0.3", "dtd", "dtd?threshold=0.4", "dtd?parity=true"]
+)
 def test_without_a_budget_a_stream_keeps_what_the_whole_video_keeps(spec: str) -> None:
     x = video(seed=3)
     offline = run(parse(spec)[0], Tokens(x, grid=(FRAMES, ROWS, COLUMNS)))

@@ -10,9 +10,9 @@ from torch import Tensor
 from mmfast.core.reduction import Reduction
 from mmfast.core.registry import register
 from mmfast.core.tokens import Tokens
-from mmfast.ops.ranking import one_by_one, snap, stable_topk
+from mmfast.ops.ranking import grouped_topk, marked, one_by_one, share_out, snap, stable_topk
 from mmfast.ops.similarity import paired_cosine
-from mmfast.ops.video import SinceKept, first_frame
+from mmfast.ops.video import SinceKept, first_frame, temporal_cosine
 
 
 def stream_dtd(
@@ -21,12 +21,14 @@ def stream_dtd(
     state: Mapping[str, Tensor] | None,
     *,
     threshold: float = 0.1,
+    parity: bool = False,
 ) -> tuple[Reduction, dict[str, Tensor]]:
     """One frame of a stream; the state is the last token kept at every place.
 
     A place of which nothing was kept yet has a change of 1. What a small budget leaves out of the
     first frame, or of a new scene, therefore comes with the frames that follow. Without a budget a
-    frame keeps every change above `threshold`; another raster starts anew.
+    frame keeps every change above `threshold`; another raster starts anew. With `parity` the state
+    is the frame before.
     """
     grid = tokens.grid or (1, 1, tokens.n)
     rows, columns = grid[1:]
@@ -41,12 +43,16 @@ def stream_dtd(
         change = snap(1.0 - paired_cosine(kept, raster)).flatten()  # [n]
         count = int((change > threshold).sum()) if budget is None else budget
         keep = stable_topk(change, count)
-    flat = kept.flatten(0, 1).index_copy(0, keep, tokens.x.detach()[keep])
+    flat = raster.flatten(0, 1)
+    if not parity:
+        flat = kept.flatten(0, 1).index_copy(0, keep, flat[keep])
     return Reduction.prune(keep, tokens.n), {"kept": flat.reshape(raster.shape)}
 
 
 @register("dtd", paper="2504.17343", adaptive=True, temporal=True, stream=stream_dtd)
-def dtd(tokens: Tokens, budget: int | None, *, threshold: float = 0.1) -> Reduction:
+def dtd(
+    tokens: Tokens, budget: int | None, *, threshold: float = 0.1, parity: bool = False
+) -> Reduction:
     """Keep the first frame, and later tokens that differ from the last one kept at their place.
 
     A slow change is kept once it has added up, where a comparison with the previous frame never
@@ -62,16 +68,21 @@ def dtd(tokens: Tokens, budget: int | None, *, threshold: float = 0.1) -> Reduct
         tokens: `x` `[..., N, D]`; without a `grid` it is one frame of one row.
         budget: Tokens to keep; None keeps the first frame and every change above `threshold`.
         threshold: Smallest change that counts, one minus cosine, 0 to 2, without a budget.
+        parity: Compare with the frame before, as the authors' code does; with a budget every later
+            frame then keeps equally many.
     """
-    return one_by_one(lambda item: _drop(item, budget, threshold), tokens)
+    return one_by_one(lambda item: _drop(item, budget, threshold, parity), tokens)
 
 
-def _drop(item: Tokens, budget: int | None, threshold: float) -> Reduction:
+def _drop(item: Tokens, budget: int | None, threshold: float, parity: bool) -> Reduction:
     grid = item.grid or (1, 1, item.n)
     n = grid[1] * grid[2]
-    video = SinceKept(item.x, grid[0])
     first = first_frame(item.x, grid, item.n if budget is None else budget)
     later = None if budget is None else budget - len(first)
+    if parity:
+        changed = n + _since_before(item.x, grid[0], later, threshold)
+        return Reduction.prune(torch.cat([first, changed]), item.n)
+    video = SinceKept(item.x, grid[0])
     if later is not None:
         threshold = video.tuned(later)
     change = torch.from_numpy(video.changes(threshold)).flatten()
@@ -79,3 +90,15 @@ def _drop(item: Tokens, budget: int | None, threshold: float) -> Reduction:
     count = int((change > threshold).sum()) if later is None else later
     kept = n + stable_topk(change, count).to(first.device)
     return Reduction.prune(torch.cat([first, kept]), item.n)
+
+
+def _since_before(x: Tensor, frames: int, count: int | None, threshold: float) -> Tensor:
+    """Places of tokens `[N, D]` behind the first frame that differ from the frame before."""
+    change = snap(1.0 - temporal_cosine(x.detach(), frames).double())  # [T - 1, n]
+    if count is None:
+        return marked(change.flatten() > threshold)
+    rest, n = change.shape
+    number = torch.arange(rest, device=x.device)
+    caps = torch.full((rest,), n, device=x.device)
+    shares = share_out(torch.ones_like(caps), count, caps)
+    return marked(grouped_topk(change.flatten(), number.repeat_interleave(n), shares))

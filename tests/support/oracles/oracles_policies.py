@@ -42,10 +42,13 @@ def received(
 def window_scores(query: Rows, keys: Rows, p: Params) -> list[float]:
     """Pooled votes of the last queries for the tokens before the window."""
     n, size = len(keys), p["window_size"]
-    votes = received(query, keys, range(n - size, n))[: n - size]
+    return pooled(received(query, keys, range(n - size, n))[: n - size], p)
+
+
+def pooled(votes: Sequence[float], p: Params) -> list[float]:
     side, found = p["kernel_size"] // 2, []
-    for i in range(n - size):
-        near = [votes[j] for j in range(i - side, i + side + 1) if 0 <= j < n - size]
+    for i in range(len(votes)):
+        near = [votes[j] for j in range(i - side, i + side + 1) if 0 <= j < len(votes)]
         found.append(max(near) if p["pooling"] == "maxpool" else sum(near) / p["kernel_size"])
     return found
 
@@ -297,6 +300,95 @@ def zipcache(a: Arrays, p: Params) -> Results:
     return {"kept": np.array([i for i in range(n) if i not in gone])}
 
 
+def mixkv(a: Arrays, p: Params) -> Results:
+    queries, size, kept = doubles(a["query"]), p["window_size"], []
+    group = len(queries) // len(a["keys"])
+    for head, keys in enumerate(doubles(a["keys"])):
+        n = len(keys)
+        mine = [received(q, keys, range(n - size, n)) for q in queries[head * group :][:group]]
+        votes = pooled((np.mean(mine, 0) / size)[: n - size].tolist(), p)
+        units = [key / math.sqrt(float(key @ key)) for key in keys]
+        mean = sum(units) / n
+        alike = (n * float(mean @ mean) - 1) / (n - 1)
+        lengths = [math.sqrt(float(v @ v)) for v in doubles(a["values"])[head, : n - size]]
+        scores = []
+        for other in (lengths, [-float(unit @ mean) for unit in units[: n - size]]):
+            level = [(x - min(other)) / (max(other) - min(other)) for x in other]
+            scores.append([x * sum(votes) / sum(level) for x in level])
+        both = [
+            (1 - alike) * (vote + length) + alike * unlike
+            for vote, length, unlike in zip(votes, *scores, strict=True)
+        ]
+        chosen = sorted(ranked(both)[: p["max_capacity_prompt"] - size])
+        kept.append(chosen + list(range(n - size, n)))
+    return {"kept": np.array(kept)}
+
+
+def cam(a: Arrays, p: Params) -> Results:
+    start, recent, parts = p["start_budget"], p["recent_budget"], p["merge_budget"]
+    values, (heads, n, width) = doubles(a["values"]), a["keys"].shape
+    steps = a["query"].shape[1]
+    for head, (query, keys) in enumerate(zip(doubles(a["query"]), doubles(a["keys"]), strict=True)):
+        for step, row in enumerate(query):
+            count = n - steps + 1 + step
+            goes, behind = count - recent + 1, range(count - recent + 2, count)
+            share = {i: math.exp(float(row @ keys[i]) / math.sqrt(width)) for i in (goes, *behind)}
+            chance = min(1, share[goes] * len(behind) / sum(share[i] for i in behind))
+            for i in behind[:parts]:
+                values[head, i] += chance * values[head, goes] / parts
+    kept = [*range(start), *range(n - recent + 2, n)]
+    return {"kept": np.array([kept] * heads), "values": values[:, kept]}
+
+
+def fastkvzip(a: Arrays, p: Params) -> Results:
+    sinks, bias = doubles(a["sinks"])[:, 0], doubles(a["bias"])[:, 0]
+    (heads, groups), rank, n = bias.shape, sinks.shape[-1], len(a["states"])
+
+    def normed(row: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        return row / math.sqrt(float(row @ row) / rank + 1e-6) * scale
+
+    scores = np.zeros((heads, n))
+    for i, state in enumerate(doubles(a["states"])):
+        queries = (doubles(a["query"]) @ state + a["query_bias"]).reshape(heads, groups, rank)
+        keys = (doubles(a["key"]) @ state).reshape(heads, rank)
+        for head, group in np.ndindex(heads, groups):
+            query = normed(queries[head, group], a["query_norm"])
+            own = float(query @ normed(keys[head], a["key_norm"])) / math.sqrt(rank)
+            logits = [own + bias[head, group], *(sinks[head] @ query / math.sqrt(rank))]
+            scores[head, i] += softmax(logits)[0] / groups
+    first, last = p["sink"], n - p["window_size"]
+    kept = []
+    for row in scores:
+        order = [*range(last, n), *ranked(list(row), list(range(first, last)))]
+        kept.append([*range(first), *sorted(order[: int((n - first) * p["ratio"])])])
+    return {"scores": scores, "kept": np.array(kept)}
+
+
+def pbs(a: Arrays, p: Params) -> Results:
+    size, wide, orders, found = p["block_size"], p["segment_size"], [], []
+    for query, keys in zip(doubles(a["query"]), doubles(a["keys"]), strict=True):
+        n, scale = len(keys), math.sqrt(keys.shape[1])
+        whole = n // wide * wide
+        last = [softmax([float(q @ key) / scale for key in keys[:whole]]) for q in query[-size:]]
+        score, order = np.sum(last, 0).tolist(), list[int]()
+        for start in range(0, whole, wide):
+            order += ranked(score, list(range(start, start + wide)))
+        order += range(whole, n)
+        rows, means = ([b.mean(0) for b in _blocks(x, size)] for x in (query, keys[order]))
+        marks = np.zeros((len(rows), len(means)), bool)
+        for r, row in enumerate(rows):
+            before = r * size // wide * wide // size  # blocks of earlier segments
+            marks[r, before : before + wide // size] = marks[r, order.index(0) // size] = True
+            shares = softmax([float(row @ m) / scale for m in means[:before]]) if before else []
+            total = 0.0
+            for c in ranked(shares):
+                marks[r, c] |= total < p["threshold"]
+                total += shares[c]
+        orders.append(order)
+        found.append(marks)
+    return {"order": np.array(orders), "blocks": np.array(found)}
+
+
 def keynorm(a: Arrays, p: Params) -> Results:
     keys, size, kept = doubles(a["keys"]), p["group"], []
     for first in range(0, keys.shape[1], size):
@@ -360,7 +452,25 @@ def _blocks(rows: np.ndarray, size: int) -> list[np.ndarray]:
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
+def vertical_slash(a: Arrays, p: Params) -> Results:
+    heads, n, width = a["keys"].shape
+    columns, slashes = np.zeros((heads, n), bool), np.zeros((heads, n), bool)
+    for head, (query, keys) in enumerate(zip(doubles(a["query"]), doubles(a["keys"]), strict=True)):
+        down, across = [0.0] * n, [0.0] * n
+        for place in range(n - 64, n):
+            logits = [float(query[place] @ key) / math.sqrt(width) for key in keys[: place + 1]]
+            for j, share in enumerate(softmax(logits)):
+                down[j] += share
+                across[place - j] += share
+        down[:30], across[:100] = [math.inf] * 30, [math.inf] * 100
+        columns[head, ranked(down)[: p["vertical_size"]]] = True
+        slashes[head, ranked(across)[: p["slash_size"]]] = True
+    return {"columns": columns, "slashes": slashes}
+
+
 def minference(a: Arrays, p: Params) -> Results:
+    if "slash_size" in p:
+        return vertical_slash(a, p)
     found = []
     for query, keys in zip(doubles(a["query"]), doubles(a["keys"]), strict=True):
         pair = [_blocks(x, p["block_size"]) for x in (query, keys)]
@@ -409,8 +519,8 @@ def duo_attention(a: Arrays, p: Params) -> Results:
 POLICIES: Mapping[str, Callable[[Arrays, Params], Results]] = {
     function.__name__: function
     for function in (
-        adakv, duo_attention, flexprefill, h2o, infinipot_v, keyformer, keynorm, lagkv, lookm,
-        minference, pyramidkv, quant, quest, rekv, sentencekv, simlayerkv, snapkv, think,
-        tidaldecode, tokenselect, vatp, zipcache,
+        adakv, cam, duo_attention, fastkvzip, flexprefill, h2o, infinipot_v, keyformer, keynorm,
+        lagkv, lookm, minference, mixkv, pbs, pyramidkv, quant, quest, rekv, sentencekv,
+        simlayerkv, snapkv, think, tidaldecode, tokenselect, vatp, zipcache,
     )
 }  # fmt: skip

@@ -211,20 +211,34 @@ def pbs(
     q: np.ndarray, k: np.ndarray, scale: float, budget: float, size: int, segment: int
 ) -> np.ndarray:
     length, n = q.shape[2], k.shape[1]
-    found = []
+    wide, count, found = segment * size, -(-n // size), []
     for heads, keys in zip(q, k, strict=True):
-        last = range(max(0, length - size), length)
-        scores = sum(mean_weights(heads, keys, scale, i) for i in last)
+        scores = np.zeros(n)
+        whole = n // wide * wide  # keys of full segments
+        for head in heads:
+            for i in range(max(0, length - size), length):
+                exps = np.exp(keys[:whole] @ head[i] * scale)
+                scores[:whole] += exps / exps.sum()
         order: list[int] = []
-        for start in range(0, n, segment * size):
-            part = range(start, min(n, start + segment * size))
-            order += sorted(part, key=lambda j: (-scores[j], j))
+        for start in range(0, whole, wide):
+            order += sorted(range(start, start + wide), key=lambda j: (-scores[j], j))
+        order += range(whole, n)
         place = {j: p for p, j in enumerate(order)}
-        shares = pooled(heads, keys[order], scale, size, n - length)
-        blocks = [set(smallest(row, budget)) for row in shares]
+        means = [keys[order[c * size : (c + 1) * size]].mean(0) for c in range(count)]
+        read: dict[int, set[int]] = {}
+        for r in range(-(-length // size)):
+            mine = (r * size + n - length) // wide
+            able = [c for c in range(count) if c // segment < mine]
+            shares = np.zeros(count)
+            for head in heads if able else ():
+                row = head[r * size : (r + 1) * size].mean(0)
+                exps = np.array([math.exp(float(row @ means[c]) * scale) for c in able])
+                shares[able] += exps / exps.sum() / len(heads)
+            read[r] = {*smallest(shares, budget), place[0] // size}
+            read[r] |= {c for c in range(count) if c // segment == mine}
 
-        def wanted(r: int, j: int, place: Any = place, blocks: Any = blocks) -> bool:
-            return place[j] // size in blocks[r]
+        def wanted(r: int, j: int, place: Any = place, read: Any = read) -> bool:
+            return place[j] // size in read[r]
 
         found.append(pairs(length, n, size, wanted))
     return np.stack(found)

@@ -204,6 +204,58 @@ def holitom(a: Arrays, p: Params) -> Results:
     }
 
 
+def dtd(a: Arrays, p: Params) -> Results:
+    x, n = a["x"].astype(float), p["H"] * p["W"]
+    mask = np.ones(len(x), bool)
+    for start in range(n, len(x), n):
+        alike = [round(cosine(x[i], x[i - n]), 12) for i in range(start, start + n)]
+        gone = [i for i in range(n) if alike[i] > p["threshold"]]
+        if not p["absolute"]:
+            gone = ranked(alike)[: int(n * p["threshold"])]
+        mask[[start + i for i in gone]] = False
+    return {"indices": listed([mask]), "per_frame": mask.reshape(p["T"], n).sum(1)}
+
+
+def levelled(x: np.ndarray) -> np.ndarray:
+    return (x - x.min()) / (x.max() - x.min())
+
+
+def litevggt(a: Arrays, p: Params) -> Results:
+    height, width, n = p["H"], p["W"], p["H"] * p["W"]
+    frames = a["x"].astype(float).reshape(p["T"], height, width, -1)
+    side, info = a["pixels"].shape[-1] // width, []
+    for rows, picture in zip(frames, a["pixels"].astype(float), strict=True):
+        grey = np.pad(np.tensordot((0.299, 0.587, 0.114), picture, 1), 1)
+        slope, spread = np.zeros(grey.shape), np.zeros((height, width))
+        for y, x in np.ndindex(grey.shape[0] - 2, grey.shape[1] - 2):
+            near = grey[y : y + 3, x : x + 3]
+            across = near[:, 2] - near[:, 0]
+            down = near[2] - near[0]
+            slope[y, x] = math.hypot(across @ (1, 2, 1), down @ (1, 2, 1))
+        edges = np.zeros((height, width))
+        for y, x in np.ndindex(height, width):
+            edges[y, x] = slope[y * side : (y + 1) * side, x * side : (x + 1) * side].mean()
+            about = rows[max(0, y - 1) : y + 2, max(0, x - 1) : x + 2].reshape(-1, rows.shape[-1])
+            spread[y, x] = about.var(0).sum()
+        info.append(levelled(0.3 * levelled(spread) + 0.7 * levelled(edges)) ** 1.4)
+    anchors, kept = list(range(n)), set(range(n))
+    for t in range(1, p["T"]):
+        for y, x in np.ndindex(height // 2, width // 2):
+            box = [(2 * y + i, 2 * x + j) for i, j in np.ndindex(2, 2)]
+            low = min(box, key=lambda place, t=t: info[t][place])
+            anchors.append(t * n + low[0] * width + low[1])
+        salient = ranked(info[t].flatten().tolist())[: max(1, int(0.1 * n))]
+        kept |= {t * n + i for i in salient}
+    kept |= {*anchors}
+    rows = frames.reshape(p["T"] * n, -1)
+    target = [
+        i if i in kept else max(anchors, key=lambda j, i=i: cosine(rows[i], rows[j]))
+        for i in range(len(rows))
+    ]
+    found = {"kept": np.array(sorted(kept)), "target": np.array(target)}
+    return {"info": np.array(info).flatten(), **found}
+
+
 def evs(a: Arrays, p: Params) -> Results:
     n = p["H"] // p["spatial_merge_size"] * (p["W"] // p["spatial_merge_size"])
     x = a["x"].astype(float)
@@ -707,9 +759,9 @@ def info_rank(a: Arrays, p: Params) -> Results:
 REFERENCES: Mapping[str, Callable[[Arrays, Params], Results]] = {
     function.__name__: function
     for function in (
-        adaptinfer, audio_prune, cdpruner, dart, divprune, dycoke, evs, fastkv, fastv, fastvid,
+        adaptinfer, audio_prune, cdpruner, dart, divprune, dtd, dycoke, evs, fastkv, fastv, fastvid,
         framefusion, gemfilter, hiprune, hired, holitom, holitom_inner, info_rank, ivc_prune,
-        pixelprune, prumerge, prumerge_plus, prunevid, prunevid_inner, pyramiddrop, saint, script,
-        sparsevlm, stc_pruner, tome, v_cast, vidcom2, visiondrop, visionzip, vispruner,
+        litevggt, pixelprune, prumerge, prumerge_plus, prunevid, prunevid_inner, pyramiddrop, saint,
+        script, sparsevlm, stc_pruner, tome, v_cast, vidcom2, visiondrop, visionzip, vispruner,
     )
 }  # fmt: skip
