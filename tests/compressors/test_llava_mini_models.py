@@ -216,7 +216,7 @@ def test_drafts_are_not_fused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for mine, theirs in zip(plain.logits, drafted.logits, strict=True):
         close(mine, theirs)
     length = inputs["input_ids"].shape[1]
-    assert noted[0][0] == length + 3 and noted[0][1] == [length - 36] and len(noted) == 1
+    assert noted[0][0] == length and noted[0][1] == [length - 36] and len(noted) == 1
 
 
 def test_a_server_shares_the_beginning_of_no_fused_prompt(folder: Path) -> None:

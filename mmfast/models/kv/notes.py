@@ -458,7 +458,7 @@ class Attention:
         behind, window = 0, max(self._window, self._power)
         for told, brought in reversed(mine):
             taken, due = (min(brought, max(0, window - n)) for n in (told, behind))
-            if taken != due or (told != behind and self._probes is not None):
+            if taken != due or (brought and told != behind and self._probes is not None):
                 raise ModelError(
                     "the cache policy asks the last queries of a prompt, and chunks of it tell too "
                     "late how many of them reduce= leaves; leave out prefill_chunk_size, or give a "

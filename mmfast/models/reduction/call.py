@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.cache_utils import StaticLayer
 
 from mmfast.core.errors import ModelError
@@ -29,7 +30,6 @@ from mmfast.models.wrappers import LayerCall, layers_of
 
 # Drafts by stock `generate` without an `assistant_model`.
 _OWN_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit")
-_WHOLE = ("output_hidden_states", "output_attentions")
 _BY_TOKEN = ("input_ids", "position_ids", "cache_position", "mm_token_type_ids", "token_type_ids")
 
 
@@ -135,14 +135,13 @@ class PromptTracker:
         part = self.part(past, length) if cache is not None else None
         if part is None or not part.drafts:
             return stock(**kwargs)
-        if asked := [name for name in _WHOLE if kwargs.get(name)]:
-            raise ModelError(
-                f"{asked[0]}=True asks for a prompt and its first drafts in one, and what is cut "
-                f"is cut between them; leave out the draft (assistant_model, {_OWN_DRAFTS[0]})"
-            )
         prompt, drafts = _halves(kwargs, length, part.drafts)
         first, then = stock(**prompt), stock(**drafts)
         then.logits = torch.cat([first.logits, then.logits], 1)
+        for name in ("hidden_states", "attentions"):
+            if (layers := getattr(then, name, None)) is not None:
+                pairs = zip(getattr(first, name), layers, strict=True)
+                setattr(then, name, tuple(a if b is None else _rows(a, b) for a, b in pairs))
         return then
 
     def _inputs(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +161,7 @@ def _halves(kwargs: dict[str, Any], length: int, drafts: int) -> tuple[dict[str,
     """Arguments of a prompt, and of the `drafts` behind it: its media are in the prompt alone."""
     first, then = dict(kwargs), dict(kwargs)
     for name, value in kwargs.items():
-        if name == "logits_to_keep" and isinstance(value, int):
+        if name == "logits_to_keep" and isinstance(value, int) and value:
             first[name], then[name] = max(1, value - drafts), min(value, drafts)
         elif name == "attention_mask" and isinstance(value, Tensor):
             first[name] = value[:, :-drafts]
@@ -171,6 +170,12 @@ def _halves(kwargs: dict[str, Any], length: int, drafts: int) -> tuple[dict[str,
         elif isinstance(value, Tensor) or name == FEATURES:
             del then[name]
     return first, then
+
+
+def _rows(first: Tensor, then: Tensor) -> Tensor:
+    """Rows `[.., n, m]` of two passes, one behind the other; the narrower ones end in zeros."""
+    width = max(first.shape[-1], then.shape[-1])
+    return torch.cat([F.pad(each, (0, width - each.shape[-1])) for each in (first, then)], -2)
 
 
 class PassState(threading.local):
