@@ -22,6 +22,7 @@ _MISSING = object()
 # The module of the hooks that transformers leaves on a model for good at its first call with
 # `output_hidden_states`, closures that cannot be pickled.
 CAPTURING = "transformers.utils.output_capturing"
+CANDIDATES = "_get_candidate_generator"  # of GenerationMixin: makes what drafts, of any kind
 
 
 def on_cpu_by_default(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

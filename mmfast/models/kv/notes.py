@@ -459,10 +459,11 @@ class Attention:
         for told, brought in reversed(mine):
             taken, due = (min(brought, max(0, window - n)) for n in (told, behind))
             if taken != due or (brought and told != behind and self._probes is not None):
+                other = f", or give a size that leaves {window} tokens of the last chunk"
                 raise ModelError(
                     "the cache policy asks the last queries of a prompt, and chunks of it tell too "
-                    "late how many of them reduce= leaves; leave out prefill_chunk_size, or give a "
-                    f"size that leaves {window} tokens of the last chunk"
+                    "late how many of them reduce= leaves; leave out prefill_chunk_size"
+                    + (other if self._probes is None else "")
                 )
             behind += brought
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,13 +23,11 @@ from mmfast.core.errors import ModelError
 from mmfast.core.locks import WholeLock
 from mmfast.models.cache_name import cache_of, layered_cache_of
 from mmfast.models.encoder_names import FEATURES
-from mmfast.models.patching import override, stand_before
+from mmfast.models.patching import CANDIDATES, override, stand_before
 from mmfast.models.reduction.cache_layers import is_short
 from mmfast.models.reduction.step import ForwardStep
 from mmfast.models.wrappers import LayerCall, layers_of
 
-# Drafts by stock `generate` without an `assistant_model`.
-_OWN_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 _BY_TOKEN = ("input_ids", "position_ids", "cache_position", "mm_token_type_ids", "token_type_ids")
 
 
@@ -71,6 +69,7 @@ class _PromptState(threading.local):
     inside = False
     begin: int = 0
     end: int | None = None
+    stack: ExitStack  # of the `generate` at hand
 
 
 class PromptTracker:
@@ -90,6 +89,7 @@ class PromptTracker:
                 around = partial(self._generate, model, guided)
                 stack.enter_context(override(model, "generate", around))
                 stack.enter_context(override(model, "_prepare_model_inputs", self._inputs))
+                stack.enter_context(override(model, CANDIDATES, partial(self._drafted, model)))
             yield
 
     def part(self, past: int, length: int) -> PromptPart | None:
@@ -114,16 +114,19 @@ class PromptTracker:
                 "on media alone"
             )
         local = self._local
-        before = local.inside, local.begin, local.end
-        local.inside, local.end = True, None
-        own = [kwargs.get(name, getattr(config, name, None)) for name in _OWN_DRAFTS]
-        drafted = any(each is not None for each in (*own, kwargs.get("assistant_model")))
-        alone = override(model, "forward", self._alone) if drafted else nullcontext()
+        before = dict(local.__dict__)
         try:
-            with alone:
+            with ExitStack() as local.stack:
+                local.inside, local.end = True, None
                 return stock(*args, **kwargs)
         finally:
-            local.inside, local.begin, local.end = before
+            local.__dict__.clear()
+            local.__dict__.update(before)
+
+    def _drafted(self, model: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Watch the passes of a `generate` that verifies drafts, until it ends."""
+        self._local.stack.enter_context(override(model, "forward", self._alone))
+        return stock(*args, **kwargs)
 
     def _alone(self, stock: Callable[..., Any], **kwargs: Any) -> Any:
         """Read a prompt before the drafts that `generate` sends with it.

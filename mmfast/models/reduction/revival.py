@@ -27,7 +27,7 @@ from transformers.cache_utils import DynamicLayer
 from mmfast.core.errors import ModelError
 from mmfast.core.trace import Trace
 from mmfast.models.cache_name import cache_of
-from mmfast.models.patching import override
+from mmfast.models.patching import CANDIDATES, override
 from mmfast.models.reduction.cache_layers import held
 from mmfast.models.reduction.probe import last_query_scores, probing
 from mmfast.models.reduction.sequence import MediaItem
@@ -35,7 +35,6 @@ from mmfast.models.wrappers import attention_at
 from mmfast.ops.ranking import stable_topk
 
 NOBODY = -1  # time of padding
-_DRAFTS = "_get_candidate_generator"  # of GenerationMixin: makes what drafts, of any kind
 
 
 @dataclass(frozen=True)
@@ -202,10 +201,10 @@ def told_of_drafts(model: Any, trace: Trace) -> Iterator[None]:
         trace.warn(note)
         return stock(*args, **kwargs)
 
-    if not hasattr(model, _DRAFTS):
+    if not hasattr(model, CANDIDATES):
         yield
         return
-    with override(model, _DRAFTS, draft):
+    with override(model, CANDIDATES, draft):
         yield
 
 

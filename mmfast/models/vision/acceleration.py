@@ -255,7 +255,8 @@ def fast_encoder(model: Any, encoder: str | None) -> Iterator[None]:
     """Speed the vision tower of a model up for as long as the `with` lasts; None leaves it stock.
 
     `fast` embeds patches by a matrix product, computes attention by SDPA with the windows or frames
-    of a packed tower in one call, and skips blocks and pooled heads whose output is not used.
+    of a packed tower in one call, its rows on a CPU in blocks that a cache holds, and skips blocks
+    and pooled heads whose output is not used.
     `compile` also compiles the tower's blocks when they first run (tens of seconds on a CPU; a new
     shape may compile again). `graph` records `fast` once per input shape and replays it.
     """

@@ -6,11 +6,12 @@ that no cache holds. Here a block of rows goes through all of them while it lies
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -28,19 +29,34 @@ Call = Callable[..., Any]
 @contextmanager
 def in_blocks(tower: Tower) -> Iterator[None]:
     """Compute what depends on one row alone block by block, while this tower runs on a CPU."""
-    module: Any = sys.modules[type(tower.blocks[0]).__module__] if len(tower.blocks) else None
-    if not tower.packed or not hasattr(module, _ROTARY):
+    if not tower.packed or not len(tower.blocks):
         yield
         return
-    running = threading.local()  # the function is that of every tower of the kind
     with ExitStack() as stack:
-        stack.enter_context(override(module, _ROTARY, partial(_turned, running)))
-        stack.enter_context(override(tower.module, "forward", partial(_run, running)))
         for block in tower.blocks:
-            for names in NORMS.values():
-                stack.enter_context(override(part_of(block, names), "forward", _normed))
-            stack.enter_context(override(block.mlp, "forward", partial(_by_rows, _ROWS)))
+            parts = dict.fromkeys((part_of(block, names) for names in NORMS.values()), _normed)
+            parts[part_of(block, ["mlp"])] = partial(_by_rows, _ROWS)
+            parts.pop(None, None)  # what this tower calls otherwise
+            for part, around in parts.items():
+                stack.enter_context(override(part, "forward", around))
+        module = sys.modules[type(tower.blocks[0]).__module__]
+        function = getattr(module, _ROTARY, None)
+        if function is not None and turns_halves(inspect.unwrap(function)):
+            running = threading.local()  # the function is that of every tower of the kind
+            stack.enter_context(override(module, _ROTARY, partial(_turned, running)))
+            stack.enter_context(override(tower.module, "forward", partial(_run, running)))
         yield
+
+
+@lru_cache
+def turns_halves(function: Callable[..., Any]) -> bool:
+    """Return whether a function of transformers turns as `turn` does: some turn pairs, or parts."""
+    with torch.no_grad():
+        q = torch.arange(16, dtype=torch.float32, device="cpu").view(2, 1, 8)
+        k, angles = q.sin(), q[:, 0].sqrt()
+        cos, sin = angles.cos(), angles.sin()
+        found = function(q, k, cos, sin)
+        return all(map(torch.equal, found, (turn(x, cos, sin) for x in (q, k))))
 
 
 def _run(running: Any, call: Call, *args: Any, **kwargs: Any) -> Any:

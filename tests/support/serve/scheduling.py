@@ -6,8 +6,10 @@ import copy
 import functools
 import itertools
 import queue
+import random
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from mmfast.serve.engine.base import (
     Delta,
     Event,
     Executor,
+    Finish,
     Media,
     Message,
     Options,
@@ -192,3 +195,26 @@ def stock(pair: tuple[Any, Any], request: Request) -> str:
     new = output[:, inputs["input_ids"].shape[1] :]
     found: str = processor.batch_decode(new, skip_special_tokens=True)[0]
     return found
+
+
+def comings_and_goings(
+    executor: Any, rng: random.Random, requests: Iterable[Request], pair: tuple[Any, Any]
+) -> list[Finish]:
+    """Send requests at random moments and cancel some; the ends of those that stay.
+
+    Each of these says what stock `generate` of the model and processor does.
+    """
+    sent: list[tuple[Request, Ear, bool]] = []
+    for request in requests:
+        sent.append((request, Ear(executor, request), rng.random() < 0.3))
+        time.sleep(rng.random() * 0.05)
+        if sent[-1][2]:
+            executor.cancel(request.id)
+    ends: list[Finish] = []
+    for request, ear, leaves in sent:
+        end = ear.wait()
+        if not leaves:
+            assert isinstance(end, Finish), end
+            assert ear.text == stock(pair, request), request.options
+            ends.append(end)
+    return ends

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import random
-import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from engine_requests import eventually
-from scheduling import Ear, answers, ask, image, model_of, promised_bytes, stock, together
+from scheduling import (
+    Ear,
+    answers,
+    ask,
+    comings_and_goings,
+    image,
+    model_of,
+    promised_bytes,
+    stock,
+    together,
+)
 from second_drafts import (
     FIXED,
     ONEVISION,
@@ -204,30 +214,29 @@ def test_who_comes_and_goes_at_random_changes_no_text(seed: int) -> None:
     """Knobs, lengths, priorities, and moments of coming and leaving are random."""
     rng = random.Random(seed)
     with engine(spec_of("near"), slots=3) as made:
-        ears: list[tuple[Request, Ear, bool]] = []
-        for number in range(12):
-            most = rng.choice([1, 2, 5])
-            spec = f"draft:{folder(ONEVISION)}/near?most={most}" + rng.choice(
-                ["", "&adapt=false&least=0", "&media=false&adapt=false&least=0", "&reduce=evs:0.5"]
-            )
-            parts = rng.choice([(image(number), "what?"), ("a b " * rng.randrange(1, 30),)])
-            request = ask(
-                f"{number}",
-                *parts,
-                tokens=rng.randrange(1, 40),
-                decode=rng.choice([spec, spec, "none", "recycle", "lookup?adapt=false"]),
-                priority=rng.randrange(3),
-            )
-            ears.append((request, Ear(made, request), rng.random() < 0.3))
-            time.sleep(rng.random() * 0.05)
-            if ears[-1][2]:
-                made.cancel(request.id)
-        for request, ear, leaves in ears:
-            end = ear.wait()
-            if not leaves:
-                assert isinstance(end, Finish), end
-                assert ear.text == stock(model_of(ONEVISION), request), request.options
-                assert not end.trace.get("notes")
+
+        def some() -> Iterator[Request]:
+            for number in range(12):
+                most = rng.choice([1, 2, 5])
+                spec = f"draft:{folder(ONEVISION)}/near?most={most}" + rng.choice(
+                    [
+                        "",
+                        "&adapt=false&least=0",
+                        "&media=false&adapt=false&least=0",
+                        "&reduce=evs:0.5",
+                    ]
+                )
+                parts = rng.choice([(image(number), "what?"), ("a b " * rng.randrange(1, 30),)])
+                yield ask(
+                    f"{number}",
+                    *parts,
+                    tokens=rng.randrange(1, 40),
+                    decode=rng.choice([spec, spec, "none", "recycle", "lookup?adapt=false"]),
+                    priority=rng.randrange(3),
+                )
+
+        ends = comings_and_goings(made, rng, some(), model_of(ONEVISION))
+        assert not any(end.trace.get("notes") for end in ends)
         eventually(lambda: empty(made) and made._runner.nbytes == 0)
 
 

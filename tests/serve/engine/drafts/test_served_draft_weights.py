@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-import time
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine_requests import eventually
 from peft import LoraConfig, get_peft_model
-from scheduling import Ear, answers, ask, image, model_of, promised_bytes, stock
+from scheduling import Ear, answers, ask, comings_and_goings, image, model_of, promised_bytes, stock
 
 from mmfast.core.errors import MmfastError
 from mmfast.models import packing
@@ -22,7 +22,7 @@ from mmfast.models.decoder import few_rows
 from mmfast.models.decoder.draft_weights import DraftWeights
 from mmfast.models.packing import PackedLinear
 from mmfast.ops.weight_forms import Int4Weights
-from mmfast.serve.engine.base import Finish, Message
+from mmfast.serve.engine.base import Finish, Message, Request
 from mmfast.serve.engine.drafts import DraftRows
 from mmfast.serve.engine.scheduler import Scheduler
 
@@ -133,23 +133,17 @@ def test_who_comes_and_goes_at_random_changes_no_text(seed: int) -> None:
     """Knobs, lengths, priorities, and moments of coming and leaving are random."""
     rng, ways = random.Random(seed), ("", "&tree=2x2", "&tree=dynamic&most=5", "&most=2")
     with closing(Scheduler(model_of(FAMILY), slots=3, memory="200MB", decode=WHOLE)) as made:
-        ears: list[tuple[Any, Ear, bool]] = []
-        for number in range(12):
-            spec = f"self?weights=int4&least=0&adapt={rng.choice(['true', 'false'])}"
-            spec = rng.choice([spec + rng.choice(ways), PART, "lookup", "none"])
-            parts = rng.choice([(image(number), "what?"), ("a b " * rng.randrange(1, 30),)])
-            more = {"tokens": rng.randrange(1, 40), "priority": rng.randrange(3)}
-            request = ask(f"{number}", *parts, decode=spec, **more)
-            ears.append((request, Ear(made, request), rng.random() < 0.3))
-            time.sleep(rng.random() * 0.05)
-            if ears[-1][2]:
-                made.cancel(request.id)
-        for request, ear, leaves in ears:
-            end = ear.wait()
-            if not leaves:
-                assert isinstance(end, Finish), end
-                assert "no longer" not in str(end.trace.get("notes"))
-                assert ear.text == stock(model_of(FAMILY), request), request.options
+
+        def some() -> Iterator[Request]:
+            for number in range(12):
+                spec = f"self?weights=int4&least=0&adapt={rng.choice(['true', 'false'])}"
+                spec = rng.choice([spec + rng.choice(ways), PART, "lookup", "none"])
+                parts = rng.choice([(image(number), "what?"), ("a b " * rng.randrange(1, 30),)])
+                more = {"tokens": rng.randrange(1, 40), "priority": rng.randrange(3)}
+                yield ask(f"{number}", *parts, decode=spec, **more)
+
+        ends = comings_and_goings(made, rng, some(), model_of(FAMILY))
+        assert not any("no longer" in str(end.trace.get("notes")) for end in ends)
         drafts = made._runner.batch.decoder.drafts
         eventually(lambda: not made._runner.nbytes and not drafts.models[""].rows)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +14,17 @@ from typing import Any
 import pytest
 import torch
 from engine_requests import eventually
-from scheduling import Ear, answers, ask, clip, image, model_of, promised_bytes, stock
+from scheduling import (
+    Ear,
+    answers,
+    ask,
+    clip,
+    comings_and_goings,
+    image,
+    model_of,
+    promised_bytes,
+    stock,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mmfast.compressors.base import save
@@ -326,24 +335,18 @@ def test_who_comes_and_goes_at_random_changes_no_text(seed: int) -> None:
     """Knobs, lengths, priorities, and moments of coming and leaving are random."""
     rng = random.Random(seed)
     with engine(spec_of(), slots=3) as made:
-        ears: list[tuple[Request, Ear, bool]] = []
-        for number in range(12):
-            spec = spec_of(
-                knobs=f"most={rng.choice([1, 2, 5])}{rng.choice(['', '&adapt=0&least=0'])}"
-            )
-            parts = rng.choice([(image(number), "what?"), ("a b " * rng.randrange(1, 30),)])
-            decode = rng.choice([spec, spec, "none", "recycle", "self:0.2?adapt=0&least=0"])
-            more = {"tokens": rng.randrange(1, 40), "priority": rng.randrange(3)}
-            request = ask(f"{number}", *parts, decode=decode, **more)
-            ears.append((request, Ear(made, request), rng.random() < 0.3))
-            time.sleep(rng.random() * 0.05)
-            if ears[-1][2]:
-                made.cancel(request.id)
-        for request, ear, leaves in ears:
-            end = ear.wait()
-            if not leaves:
-                assert isinstance(end, Finish), end
-                assert ear.text == stock(model_of(ONEVISION), request), request.options
+
+        def some() -> Iterator[Request]:
+            for number in range(12):
+                spec = spec_of(
+                    knobs=f"most={rng.choice([1, 2, 5])}{rng.choice(['', '&adapt=0&least=0'])}"
+                )
+                parts = rng.choice([(image(number), "what?"), ("a b " * rng.randrange(1, 30),)])
+                decode = rng.choice([spec, spec, "none", "recycle", "self:0.2?adapt=0&least=0"])
+                more = {"tokens": rng.randrange(1, 40), "priority": rng.randrange(3)}
+                yield ask(f"{number}", *parts, decode=decode, **more)
+
+        comings_and_goings(made, rng, some(), model_of(ONEVISION))
         eventually(lambda: empty(made))
 
 

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import random
-import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from engine_requests import eventually
-from scheduling import Ear, answers, ask, clip, image, model_of, promised_bytes, stock
+from scheduling import (
+    answers,
+    ask,
+    clip,
+    comings_and_goings,
+    image,
+    model_of,
+    promised_bytes,
+    stock,
+)
 from second_drafts import ONEVISION, counts, empty, engine, folder, reads, spec_of
 from transformers import Qwen2ForCausalLM
 
 from mmfast.models.decoder.token_tree import BatchTree
-from mmfast.serve.engine.base import Finish, Request, SamplingOptions
+from mmfast.serve.engine.base import Request, SamplingOptions
 from mmfast.serve.engine.decode import Chooser
 from mmfast.serve.engine.drafts import BatchDrafts, DraftRows
 from mmfast.serve.engine.kv.rows import AnswerRows
@@ -187,23 +196,17 @@ def test_who_comes_and_goes_at_random_changes_no_text(seed: int) -> None:
     """Trees and chains of two sources, that adapt or not, paused, cancelled, of all lengths."""
     rng = random.Random(seed)
     with engine(spec_of("near"), slots=3) as made:
-        ears: list[tuple[Request, Ear, bool]] = []
-        for number in range(12):
-            knobs = rng.choice([*WAYS, *WAYS[:2]]) + rng.choice(["", "&adapt=false&least=0"])
-            spec = rng.choice([f"draft:{folder(ONEVISION)}/near", "self:0.3"]) + f"?{knobs}"
-            parts = rng.choice([(image(number), "what?"), ("a b " * rng.randrange(1, 30),)])
-            more = {"tokens": rng.randrange(1, 40), "priority": rng.randrange(3)}
-            decode = rng.choice([spec, spec, spec, "none"])
-            request = ask(f"{number}", *parts, decode=decode, **more)
-            ears.append((request, Ear(made, request), rng.random() < 0.3))
-            time.sleep(rng.random() * 0.05)
-            if ears[-1][2]:
-                made.cancel(request.id)
-        for request, ear, leaves in ears:
-            end = ear.wait()
-            if not leaves:
-                assert isinstance(end, Finish), end
-                assert ear.text == stock(model_of(ONEVISION), request), request.options
+
+        def some() -> Iterator[Request]:
+            for number in range(12):
+                knobs = rng.choice([*WAYS, *WAYS[:2]]) + rng.choice(["", "&adapt=false&least=0"])
+                spec = rng.choice([f"draft:{folder(ONEVISION)}/near", "self:0.3"]) + f"?{knobs}"
+                parts = rng.choice([(image(number), "what?"), ("a b " * rng.randrange(1, 30),)])
+                more = {"tokens": rng.randrange(1, 40), "priority": rng.randrange(3)}
+                decode = rng.choice([spec, spec, spec, "none"])
+                yield ask(f"{number}", *parts, decode=decode, **more)
+
+        comings_and_goings(made, rng, some(), model_of(ONEVISION))
         eventually(lambda: empty(made) and made._runner.nbytes == 0)
 
 
