@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError, unknown
 from mmfast.core.sizes import format_bytes
+from mmfast.models.gated import fuse, fuses, unfuse
 from mmfast.models.wrappers import decoder_of, stock_model
 from mmfast.ops.weight_forms import FEW, FORMS, WeightForm, pack, pack_joint
 
@@ -159,7 +160,7 @@ class PackedLinear(nn.Module):
         """`x` `[.., K]` to `[.., N]`."""
         if torch.is_grad_enabled() and x.requires_grad:
             raise ModelError("packed weights cannot be trained; load the model without weights=")
-        form = self._forms[x.numel() // max(1, x.shape[-1]) > FEW]
+        form = self._form(x)
         if form is None:
             return F.linear(x, self._stock[0].weight, self.bias)
         if self._joint is None:
@@ -168,6 +169,13 @@ class PackedLinear(nn.Module):
             whole, place = self._joint
             found = whole.columns(place, x, form)
         return found.reshape(*x.shape[:-1], self.out_features)
+
+    def own_form(self, x: Tensor) -> WeightForm | None:
+        """The packed weights that multiply `x`; None where they are those of other layers, too."""
+        return self._form(x) if self._joint is None else None
+
+    def _form(self, x: Tensor) -> WeightForm | None:
+        return self._forms[x.numel() // max(1, x.shape[-1]) > FEW]
 
     @property
     def weight(self) -> Tensor:
@@ -270,6 +278,7 @@ def pack_weights(model: Any, weights: str | WeightPlan) -> PackedWeights:
     found = PackedWeights(_read(weights))
     for _ in _replaced(model, found):
         pass
+    fuse(stock_model(model))
     return found
 
 
@@ -281,6 +290,7 @@ def packed(model: Any, weights: str | WeightPlan | PackedWeights) -> Iterator[Pa
     """
     found = weights if isinstance(weights, PackedWeights) else PackedWeights(_read(weights))
     before: list[tuple[nn.Module, str, nn.Module]] = []
+    units: list[nn.Module] = []
     try:
         if found.places:
             for parent, name, layer in found.places:
@@ -289,8 +299,10 @@ def packed(model: Any, weights: str | WeightPlan | PackedWeights) -> Iterator[Pa
         else:
             before.extend(_replaced(model, found))
             found.places = [(p, name, getattr(p, name)) for p, name, _ in before]
+        units = fuse(stock_model(model))
         yield found
     finally:
+        unfuse(units)
         for parent, name, layer in before:
             setattr(parent, name, layer)
 
@@ -403,7 +415,10 @@ def _joint_layers(
             own = [parent._modules.get(name) for name in names]
             layers: Any = tuple(m for m in own if id(m) in groups and shared[id(m)] == 1)
             alike = {(each.in_features, groups[id(each)]) for each in layers}
-            pays = wanted or (wanted is None and all(JOINT_PAYS.issuperset(f) for _, f in alike))
+            pays = all(JOINT_PAYS.issuperset(form) for _, form in alike) and not fuses(
+                parent, *(groups[id(each)] for each in layers)
+            )
+            pays = wanted or (wanted is None and pays)
             if len(layers) > 1 and len(alike) == 1 and pays:
                 found |= {id(each): layers for each in layers}
     return found

@@ -159,6 +159,15 @@ def is_compiled(model: nn.Module) -> bool:
     return whole or any(hasattr(each.get("forward"), "_torchdynamo_orig_callable") for each in own)
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether somebody sees or changes what a module gives, or has compiled it."""
+    own = module.__dict__
+    hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
+    # Those that capture do nothing within a call that does not ask for it, as that of a batch.
+    foreign = any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks)
+    return foreign or "forward" in own or own.get("_compiled_call_impl") is not None
+
+
 def _pieces(model: nn.Module) -> list[Any]:
     entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
     return [entry.code for code in _codes(model) for entry in entries(code)]

@@ -102,10 +102,18 @@ def _bytes(*tensors: Tensor | None) -> int:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _onednn_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _onednn_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, name: str = "none", variant: str = ""
+) -> Tensor:
     """The product with weights that oneDNN has laid out, which no compiler of torch reads."""
     run = torch.ops.mkldnn._linear_pointwise
-    return cast(Tensor, run(x, weight, bias, "none", [], ""))
+    return cast(Tensor, run(x, weight, bias, name, [], variant))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _onednn_scaled(x: Tensor, factor: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    run = torch.ops.mkldnn._linear_pointwise.binary
+    return cast(Tensor, run(x, factor, weight, bias, "mul"))
 
 
 def _added(found: Tensor, bias: Tensor | None) -> Tensor:
@@ -133,6 +141,21 @@ class HalfWeights:
         run = _onednn_product if self._onednn else F.linear
         found = run(half, self._weight, fused).to(x.dtype)
         return found if fused is bias else _added(found, bias)
+
+    @property
+    def fuses(self) -> bool:
+        """Return whether products take in what is done with each of their numbers."""
+        return self._onednn
+
+    def activated(self, x: Tensor, bias: Tensor | None, name: str, variant: str = "") -> Tensor:
+        """An activation, in oneDNN's words, of the product of bfloat16 `x` `[m, K]`: `[m, N]`."""
+        found: Tensor = _onednn_product(x, self._weight, bias, name, variant)
+        return found
+
+    def times(self, x: Tensor, factor: Tensor, bias: Tensor | None) -> Tensor:
+        """The product of bfloat16 `x` `[m, K]`, times a factor `[m, N]`."""
+        found: Tensor = _onednn_scaled(x, factor, self._weight, bias)
+        return found
 
     def weight(self) -> Tensor:
         """See `WeightForm`."""

@@ -259,8 +259,11 @@ class Cost:
 
     @property
     def ttft(self) -> float:
-        """Ms to the first token, from the moment the inputs are ready."""
-        return self.encode + self.select + self.prefill + self.overhead
+        """Ms to the first token, from the moment the inputs are ready.
+
+        What was measured in an unsteady moment may leave less than nothing to the rest.
+        """
+        return max(0.0, self.encode + self.select + self.prefill + self.overhead)
 
     @property
     def memory(self) -> int:

@@ -21,6 +21,7 @@ from transformers import (
 import mmfast
 from mmfast.core.errors import MmfastError, ModelError
 from mmfast.models.cost import linear_macs
+from mmfast.models.gated import unfuse
 from mmfast.models.loading import load, twin
 from mmfast.models.packing import JOINT_PAYS, PackedLinear, WeightPlan, pack_weights, packed
 from mmfast.ops.weight_forms import FORMS
@@ -130,6 +131,7 @@ def test_joint_products_are_those_of_each_layer(name: str, dtype: Any, count: in
         packed(together, _together(name)) as found,
     ):
         assert len(_joint(together)) == 2 * 5 and not _joint(apart)
+        unfuse(apart.modules())
         whole, parts = _logits(together, count), _logits(apart, count)
         layers = dict(apart.named_modules())
         for path, layer in together.named_modules():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
 from mmfast.ops import weight_forms
@@ -21,6 +23,7 @@ from mmfast.ops.weight_forms import (
     Int4Weights,
     Int8Weights,
     has_fbgemm,
+    has_onednn,
     pack,
     pack_joint,
 )
@@ -244,3 +247,24 @@ def test_a_bias_is_added_to_the_product(name: str, rows: int, dtype: torch.dtype
     assert found.dtype == dtype
     off = 0.0 if dtype is torch.float32 else 0.02  # oneDNN rounds once
     torch.testing.assert_close(found, plain + bias, rtol=off, atol=off)
+
+
+@pytest.mark.skipif(not has_onednn(), reason="oneDNN multiplies no bfloat16 here")
+@pytest.mark.parametrize(
+    ("name", "variant", "function"),
+    [
+        ("swish", "", F.silu),
+        ("gelu", "tanh", partial(F.gelu, approximate="tanh")),
+        ("gelu", "none", F.gelu),
+    ],
+)
+def test_an_activation_or_a_factor_inside_a_product(name: str, variant: str, function: Any) -> None:
+    """Told apart where they are far from each other: at -3 the forms of GELU by a tenth."""
+    x = torch.linspace(-4, 4, 64 * 32).bfloat16().view(-1, 32)
+    form = FORMS["bfloat16"](torch.eye(32).bfloat16())
+    found = form.activated(x, None, name, variant)
+    torch.testing.assert_close(found, function(x.float()).bfloat16(), rtol=0.01, atol=1e-5)
+    bias = torch.ones(32).bfloat16()
+    torch.testing.assert_close(
+        form.times(x, found, bias), ((x.float() + 1) * found).bfloat16(), rtol=0.01, atol=1e-5
+    )

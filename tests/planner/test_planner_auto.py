@@ -23,8 +23,8 @@ from mmfast.bench.cases import build
 from mmfast.core.errors import MmfastError, SpecError
 from mmfast.core.spec import AUTO
 from mmfast.planner import calibration, rates
-from mmfast.planner.candidates import evidence_for
-from mmfast.planner.cost import work_of
+from mmfast.planner.candidates import Candidate, evidence_for
+from mmfast.planner.cost import Cost, work_of
 from mmfast.planner.plan import Plan
 from mmfast.planner.planner import Planner, PlanWarning, ladder
 from mmfast.planner.rates import VARIABLE, Rates
@@ -103,6 +103,14 @@ def test_a_gain_of_time_below_the_noise_is_none() -> None:
     for noise, length in ((0.0, 2), (0.05, 2), (0.12, 1)):
         steps = [step("slow", 100.0, 0.9, noise), step("fast", 90.0, 0.88, noise)]
         assert len(ladder(steps)) == length
+
+
+def test_an_overhead_below_nothing_ends_the_ladder() -> None:
+    """Times of a busy moment, which would leave every step faster than itself."""
+    costs = [Cost(1.0, 0.0, ms, -9.0, 0, 0, 0, 4, mean) for ms, mean in ((20.0, 9.0), (2.0, 4.0))]
+    assert [cost.ttft for cost in costs] == [12.0, 0.0]
+    steps = [Candidate((), 0.9, cost) for cost in costs]
+    assert ladder(steps) == steps
 
 
 def test_auto_is_balanced_unless_told_otherwise() -> None:

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmfast.models.patching import CAPTURING
+from mmfast.models.gated import PARTS, gated
+from mmfast.models.patching import is_hooked
 from mmfast.models.wrappers import position_axes
 from mmfast.ops.attention import rotate
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEADS = {"q_norm", "k_norm"}
-_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 _TRIAL = 3  # tokens of a row in a trial
 
 # runs embeddings `[B, n, D]` with positions `[A, B, n]` through a decoder
@@ -47,7 +47,7 @@ class LeanDecoder:
     @property
     def free(self) -> bool:
         """Nobody has hooks on the modules whose own code is not run."""
-        return not any(map(_hooked, self._bypassed))
+        return not any(map(is_hooked, self._bypassed))
 
     def run(
         self, attend: LayerAttend, embeds: Tensor, positions: Tensor, around: Around | None = None
@@ -76,8 +76,7 @@ class LeanDecoder:
         query, key = both.split((query.shape[1], key.shape[1]), 1)
         found = attend(index, query, key, value).flatten(2)
         hidden = hidden + layer.self_attn.o_proj(found)
-        mlp, seen = layer.mlp, self._norm(_behind(layer), hidden)
-        more: Tensor = mlp.down_proj(mlp.act_fn(mlp.gate_proj(seen)) * mlp.up_proj(seen))
+        more: Tensor = gated(layer.mlp, self._norm(_behind(layer), hidden))
         return hidden + more
 
 
@@ -105,7 +104,7 @@ def _alike(decoder: Any) -> bool:
 
 
 def _layer_alike(layer: Any) -> bool:
-    if _names(layer) != _LAYER or _names(layer.mlp) != _MLP:
+    if _names(layer) != _LAYER or _names(layer.mlp) != PARTS:
         return False
     extra = _names(layer.self_attn) - _ATTENTION
     return _names(layer.self_attn) >= _ATTENTION and extra in (set(), _HEADS)
@@ -145,11 +144,3 @@ def _fuses(norm: Any) -> bool:
     x = torch.randn(4, len(norm.weight), generator=torch.Generator().manual_seed(0))
     x = x.to(norm.weight)
     return torch.equal(_fused(norm, x), norm(x))
-
-
-def _hooked(module: Any) -> bool:
-    own = module.__dict__
-    hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
-    # Those that capture do nothing within a call that does not ask for it, as that of a batch.
-    foreign = any(getattr(hook, "__module__", "") != CAPTURING for hook in hooks)
-    return foreign or "forward" in own or own.get("_compiled_call_impl") is not None

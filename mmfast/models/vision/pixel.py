@@ -232,10 +232,8 @@ def resized(frames: Tensor, size: tuple[int, int]) -> Tensor:
     """
     for norm in _NORMS:
         mean, std = (torch.tensor(v, device=frames.device) * 255.0 for v in norm)
-        levels = frames.float() * std[:, None, None] + mean[:, None, None]
-        off = float((levels - levels.round().clamp(0, 255)).abs().mean())
-        if off < max(1e-3, 20 * torch.finfo(frames.dtype).eps):
-            whole = levels.round().clamp(0, 255).to(torch.uint8)
+        whole = _of_8_bits(frames, mean[:, None, None], std[:, None, None])
+        if whole is not None:
             small = tvF.resize(whole, list(size), tvF.InterpolationMode.BICUBIC, antialias=True)
             small = tvF.normalize(small.float(), mean.tolist(), std.tolist())
             break
@@ -245,6 +243,19 @@ def resized(frames: Tensor, size: tuple[int, int]) -> Tensor:
         )
     found: Tensor = small.to(frames.dtype)
     return found
+
+
+def _of_8_bits(frames: Tensor, mean: Tensor, std: Tensor) -> Tensor | None:
+    """The pictures before they were normalised by these numbers; None where they were not."""
+    whole = torch.empty_like(frames, dtype=torch.uint8)
+    off = mean.new_zeros(())
+    for picture, target in zip(frames, whole, strict=True):  # which a cache holds, one by one
+        levels = (picture.float() * std).add_(mean)
+        rounded = levels.round().clamp_(0, 255)
+        off += levels.sub_(rounded).abs_().sum()
+        target.copy_(rounded)
+    close = max(1e-3, 20 * torch.finfo(frames.dtype).eps)
+    return whole if float(off) < close * frames.numel() else None
 
 
 def _mask(chain: Chain) -> Tensor:
