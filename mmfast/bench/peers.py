@@ -35,7 +35,8 @@ from mmfast.core.spec import parse
 from mmfast.models.packing import FASTEST
 
 KEPT = 0.25  # share of the visual tokens that pruning engines keep
-REDUCES = (f"evs:{KEPT}", f"cdpruner:{KEPT}")
+# The first two behind the tower, as the engines' own methods; the others spare the tower, too.
+REDUCES = (f"evs:{KEPT}", f"cdpruner:{KEPT}", f"pixelprune:{KEPT}", "pixelprune:0.1")
 PATIENCE = 900.0  # seconds for a conversion, a compilation or an answer
 # What is installed into the environment of an engine; the others need the current one alone.
 PACKAGES = {
@@ -122,7 +123,7 @@ def peer_jobs(reduces: Sequence[str] = REDUCES, engines: Sequence[str] = ()) -> 
         (None,),
         *((spec,) for spec in reduces),
         *((spec, form) for spec in reduces[:1] for form in (FASTEST, "int4")),
-        *((spec, FASTEST, "compile") for spec in (None, *reduces[:1])),
+        *((spec, FASTEST, "compile") for spec in (None, *reduces)),
     ]
     jobs = [
         *(PeerJob("transformers", dtype) for dtype in (full, half)),

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 METRICS: dict[str, Callable[[Tensor], Tensor]] = {
-    "max": lambda difference: difference.abs().amax(-1).double(),
-    "mae": lambda difference: difference.abs().mean(-1, dtype=torch.float64),
-    "rmse": lambda difference: difference.square().mean(-1, dtype=torch.float64).sqrt(),
+    "max": lambda difference: difference.abs_().amax(-1).double(),
+    "mae": lambda difference: difference.abs_().mean(-1, dtype=torch.float64),
+    "rmse": lambda difference: difference.square_().mean(-1, dtype=torch.float64).sqrt(),
 }
 
 
@@ -21,15 +21,22 @@ def surprise(image: Tensor, metric: str) -> Tensor:
     the rows' pasts and the prediction is B, else it is A. The first row is predicted from the left,
     the first column from above; the first patch has no prediction and is infinitely far.
     """
-    distance = METRICS[metric]
-    left = distance(image[..., 1:, :] - image[..., :-1, :])  # [..., h, w - 1], A of each column
-    above = distance(image[..., 1:, :, :] - image[..., :-1, :, :])  # [..., h - 1, w]
+    distance, (*lead, height, width, _) = METRICS[metric], image.shape
+    left = torch.empty(*lead, height, width - 1, dtype=torch.float64, device=image.device)
+    above = torch.empty(*lead, height - 1, width, dtype=torch.float64, device=image.device)
+    step = 1 if image.device.type == "cpu" else height  # rows that a processor's cache holds
+    for start in range(0, height, step):
+        stop, second = start + step, max(start, 1)
+        rows, lower = image[..., start:stop, :, :], image[..., second:stop, :, :]
+        left[..., start:stop, :] = distance(rows[..., 1:, :] - rows[..., :-1, :])
+        upper = image[..., second - 1 : stop - 1, :, :]
+        above[..., second - 1 : stop - 1, :] = distance(lower - upper)
     result = above.new_full(image.shape[:-1], torch.inf)
     result[..., 0, 1:] = left[..., 0, :]
     result[..., 1:, 0] = above[..., 0]
     # C to B is a step along the row above, C to A one down the column on the left.
-    upper = above[..., :-1] < left[..., :-1, :]
-    result[..., 1:, 1:] = torch.where(upper, above[..., 1:], left[..., 1:, :])
+    edge = above[..., :-1] < left[..., :-1, :]
+    result[..., 1:, 1:] = torch.where(edge, above[..., 1:], left[..., 1:, :])
     return result
 
 
