@@ -183,6 +183,27 @@ def config_of(path: str | Path, what: str, name: str = "") -> dict[str, Any]:
         return found
 
 
+def check_file(path: str | Path, name: str, tokens: int, width: int) -> None:
+    """Refuse a file before a prompt comes: no compressor, or one for something else (ModelError).
+
+    Args:
+        path: The file.
+        name: The architecture that is asked for.
+        tokens: Vectors a frame, or the rate of one of text.
+        width: That of the language model.
+    """
+    mine = config_of(path, "compressor")
+    if mine["name"] != name:
+        raise ModelError(f"{str(path)!r} holds a {mine['name']!r}, not a {name!r}; write that name")
+    have = (mine.get("tokens"), mine.get("width"))
+    if have != (tokens, width):
+        raise ModelError(
+            f"{str(path)!r} is a {name}:{have[0]} for a model of width {have[1]}, not a "
+            f"{name}:{tokens} for one of width {width}; name that, or train one on this model "
+            f"({training(name, tokens)})"
+        )
+
+
 def read_weights(path: str | Path, what: str, make: Callable[[str, dict[str, Any]], Any]) -> Any:
     """Read the module that `make` makes of the name and config in a file's metadata, in float32.
 
@@ -197,7 +218,7 @@ def read_weights(path: str | Path, what: str, make: Callable[[str, dict[str, Any
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Make modules on the CPU; a new one draws weights, and what the caller draws stays the same."""
+    """Make modules on the CPU, whose weights are drawn beside the numbers that a caller draws."""
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         yield
 

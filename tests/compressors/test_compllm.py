@@ -314,6 +314,8 @@ def test_models_that_cannot(files: dict[str, Path], tmp_path: Path) -> None:
     base.save(QueryCompressor(32, 1, (2, 2), inner=24, heads=2), foreign)
     with pytest.raises(ModelError, match="holds a 'query_compressor'"):
         attach(text_model("llama"), spec_of(foreign))
+    with pytest.raises(ModelError, match=r"is a compllm:2 for .*, not a compllm:4"):
+        attach(text_model("llama"), spec.replace(":2", ":4"))  # it would shrink to the half
     with pytest.raises(ModelError, match="no token that ends a text"):
         new_compressor(text_model("llama"), 2)
     with pytest.raises(SpecError, match="inside the model"):

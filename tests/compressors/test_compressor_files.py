@@ -1,7 +1,8 @@
-"""Files of learned modules: reading one disturbs nothing, and what cannot be right is told early."""
+"""Files of learned modules: reading one disturbs nothing, and what is wrong is told early."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_models import Tiny, generate, tiny
 from torch import nn
 
 from mmfast import ModelError
+from mmfast.attach import attach
 from mmfast.compressors import base
 from mmfast.compressors.llava_mini import LlavaMini
 from mmfast.compressors.query_compressor import QueryCompressor
@@ -74,3 +77,42 @@ def test_a_header_of_another_kind_is_one_line(header: str, tmp_path: Path) -> No
         with pytest.raises(ModelError, match=r"weights.safetensors' cannot be read") as caught:
             read(path)
         assert "\n" not in str(caught.value)
+
+
+def one(this: Tiny) -> dict[str, Any]:
+    return dict(this.inputs(["on {image} what?"], images=this.images(1)))
+
+
+def test_what_is_wrong_with_a_file_is_told_by_attach(tmp_path: Path) -> None:
+    """And not by the first prompt, which a server would have to answer."""
+    model, path = tiny("llava").model, tmp_path / "weights.safetensors"
+    base.save(Storm(32, 4, (6, 6), inner=8), path)
+    narrow = tmp_path / "narrow.safetensors"
+    base.save(Storm(16, 4, (6, 6), inner=8), narrow)
+    for spec, words in {
+        f"storm:4?path={tmp_path / 'none'}": "none' cannot be read",
+        f"storm:1?path={path}": "is a storm:4 for a model of width 32, not a storm:1",
+        f"storm:4?path={narrow}": "is a storm:4 for a model of width 16, not a storm:4 for one of",
+        f"query_compressor:4?path={path}": "holds a 'storm', not a 'query_compressor'",
+    }.items():
+        with pytest.raises(ModelError, match=re.escape(words)) as caught:
+            attach(model, spec)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["storm:4", "bavit:4", "top@llm1:4"])
+def test_a_relative_path_is_that_of_the_folder_it_was_written_in(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this = tiny("llava")
+    made: dict[str, nn.Module] = {
+        "storm:4": Storm(32, 4, (6, 6), inner=8),
+        "bavit:4": bavit.BackgroundVit(32, inner=12),
+        "top@llm1:4": top.RankHead(32, 1, inner=12, heads=3),
+    }
+    base.save(made[name], tmp_path / "weights.safetensors")
+    monkeypatch.chdir(tmp_path)
+    with attach(this.model, f"{name}?path=weights.safetensors") as trace:
+        monkeypatch.chdir("/")
+        generate(this, one(this), 1)
+    assert [r.m for _, _, r in trace.reductions] == [4]
