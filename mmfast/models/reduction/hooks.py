@@ -92,9 +92,9 @@ class Hooks:
         ends = any(site.of_text or site.bypasses or site.fuses for site in sites)
         self._prompts = PromptTracker() if ends else None
         self._tracks = self._prompts is not None and not whole
-        # What reads the end of a prompt inside the model must not find drafts there.
-        deep = any(site.deep for site in sites) and not whole
-        self._ends = self._prompts if self._tracks else PromptTracker() if deep else None
+        # What reads the end of a prompt, or its question, must not find drafts there.
+        reads_end = any(site.deep or site.asks for site in sites) and not whole
+        self._ends = self._prompts if self._tracks else PromptTracker() if reads_end else None
         self._reviving = reviving = {site.layer for site in sites if site.revives}
         self._turns = turns_once(self._text, self._adapter.mrope)
         renumbers = any(site.renumbers(self._turns) for site in sites)
@@ -344,6 +344,8 @@ class Hooks:
         # A store follows drafts, too, which sites of text do not cut.
         step.reviving = self._reviving
         step.turns, step.restores = self._turns, not self._text.training
+        if part is None and self._ends is not None:
+            part = self._ends.part(call.past, length)
         if part is not None and (part.rest or not part.first):
             whole = length + part.rest  # a budget may exceed a part, which then acts on nothing
             late = [s for s in sites if s.of_text and shortens(s, whole - s.last)]
