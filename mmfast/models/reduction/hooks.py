@@ -62,6 +62,7 @@ from mmfast.models.reduction.training import (
     note_change,
     refuse_cache,
     refuse_places,
+    tell_constant,
 )
 from mmfast.models.wrappers import attention_at, base_of, decoder_of, layers_of, turns_once
 
@@ -340,6 +341,8 @@ class Hooks:
             refuse_own_mask(mask, length, call.past, cache, blocks, self._text.config)
         if step.sites:
             refuse_packed(kwargs.get("position_ids"), mask, stored)
+        acting = (spec for site in step.sites for spec in site.specs)
+        tell_constant(acting, self._base, self._text, self._trace)
         step.before = self._before
         # A store follows drafts, too, which sites of text do not cut.
         step.reviving = self._reviving
