@@ -22,6 +22,9 @@ from mmfast.core.tokens import Tokens
 
 FOLDER = "compressors"  # beside the weights of a checkpoint
 _HEADER = "compressor"  # entry of the file's metadata that holds its configuration, as JSON
+# What files of another kind end in, and configurations that a class cannot be made of.
+_UNREADABLE = (OSError, SafetensorError, TypeError, ValueError, RuntimeError)
+_UNREADABLE += (ArithmeticError, AttributeError, LookupError)
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def load(path: str | Path) -> Compressor:
 def _readable(path: str | Path, what: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+    except _UNREADABLE as error:
         reason = " ".join(f"{type(error).__name__} {error}".split())[:200]
         raise ModelError(
             f"the {what} {str(path)!r} cannot be read: {reason}; name a .safetensors file "
@@ -175,9 +178,30 @@ def config_of(path: str | Path, what: str, name: str = "") -> dict[str, Any]:
     """
     with _readable(path, what), safe_open(path, "pt") as file:
         found: dict[str, Any] = json.loads(file.metadata()[_HEADER])
-        if name and found["name"] != name:
+        if found["name"] != (name or found["name"]):
             raise ValueError("it holds another kind of module")
         return found
+
+
+def check_file(path: str | Path, name: str, tokens: int, width: int) -> None:
+    """Refuse a file before a prompt comes: no compressor, or one for something else (ModelError).
+
+    Args:
+        path: The file.
+        name: The architecture that is asked for.
+        tokens: Vectors a frame, or the rate of one of text.
+        width: That of the language model.
+    """
+    mine = config_of(path, "compressor")
+    if mine["name"] != name:
+        raise ModelError(f"{str(path)!r} holds a {mine['name']!r}, not a {name!r}; write that name")
+    have = (mine.get("tokens"), mine.get("width"))
+    if have != (tokens, width):
+        raise ModelError(
+            f"{str(path)!r} is a {name}:{have[0]} for a model of width {have[1]}, not a "
+            f"{name}:{tokens} for one of width {width}; name that, or train one on this model "
+            f"({training(name, tokens)})"
+        )
 
 
 def read_weights(path: str | Path, what: str, make: Callable[[str, dict[str, Any]], Any]) -> Any:
@@ -186,10 +210,17 @@ def read_weights(path: str | Path, what: str, make: Callable[[str, dict[str, Any
     ModelError, which names `what` it should be, where the file is no such module.
     """
     config = config_of(path, what)
-    with _readable(path, what):
+    with _readable(path, what), _undisturbed():
         found = make(config.pop("name"), config)
         found.load_state_dict(load_file(path))
-    return found.float().eval().requires_grad_(False)
+        return found.float().eval().requires_grad_(False)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Make modules on the CPU, whose weights are drawn beside the numbers that a caller draws."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        yield
 
 
 def read_module(path: str | Path, what: str, kind: Any) -> Any:
@@ -202,7 +233,8 @@ def read_module(path: str | Path, what: str, kind: Any) -> Any:
 def _placed(
     read: Callable[[str], Any], path: str, _age: int, device: torch.device, dtype: torch.dtype
 ) -> Any:
-    return read(path).to(device, dtype)
+    with torch.inference_mode(False):  # it may serve a caller that trains, too
+        return read(path).to(device, dtype)
 
 
 def placed(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -210,6 +212,47 @@ def test_a_segment_is_read_once(files: dict[str, Path], reads: list[int]) -> Non
     assert reads == [4, 1, 4, 1]
 
 
+@torch.no_grad()
+def _other_type(model: Any, path: Path) -> None:
+    model.to(torch.bfloat16)
+
+
+@torch.no_grad()
+def _other_weights(model: Any, path: Path) -> None:
+    state = {name: 1.5 * value for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+
+
+def _one_step(model: Any, path: Path) -> None:
+    model.train().requires_grad_(True)
+    model(input_ids=prompt(LENGTH), labels=prompt(LENGTH), use_cache=False).loss.backward()
+    torch.optim.SGD(model.parameters(), 1.0).step()
+    model.eval()
+
+
+def _other_file(model: Any, path: Path) -> None:
+    torch.manual_seed(9)
+    other = base.load(path)
+    torch.nn.init.normal_(other.leave.weight)  # type: ignore[arg-type, union-attr]
+    base.save(other, path)
+    os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.parametrize("change", [_other_type, _other_weights, _one_step, _other_file])
+def test_segments_that_other_weights_read_are_read_anew(
+    change: Callable[[Any, Path], None], files: dict[str, Path], tmp_path: Path
+) -> None:
+    model, ids, path = copy.deepcopy(text_model("llama")), prompt(LENGTH), tmp_path / "own"
+    path.write_bytes(files["llama"].read_bytes())
+    with attach(model, spec_of(path)):
+        stale = model(ids).logits
+        change(model, path)
+        found = model(ids).logits
+    with attach(model, spec_of(path)):
+        expected = model(ids).logits
+    assert torch.equal(found, expected) and not torch.equal(found.to(stale), stale)
+
+
 def test_the_store_forgets_what_was_used_least() -> None:
     store, one = SegmentStore(3 * 32), torch.ones(8)
     for key in "abc":
@@ -314,6 +357,15 @@ def test_models_that_cannot(files: dict[str, Path], tmp_path: Path) -> None:
     base.save(QueryCompressor(32, 1, (2, 2), inner=24, heads=2), foreign)
     with pytest.raises(ModelError, match="holds a 'query_compressor'"):
         attach(text_model("llama"), spec_of(foreign))
+    peft = pytest.importorskip("peft")
+    copied = copy.deepcopy(text_model("llama"))
+    learner = peft.get_peft_model(copied, peft.LoraConfig(r=2, target_modules=r".*_proj"))
+    with pytest.raises(ModelError, match=r"adapter .* merge_and_unload\(\)"):
+        attach(learner, spec)
+    with attach(merged := learner.merge_and_unload(), spec):
+        merged(prompt(LENGTH))
+    with pytest.raises(ModelError, match=r"is a compllm:2 for .*, not a compllm:4"):
+        attach(text_model("llama"), spec.replace(":2", ":4"))  # it would shrink to the half
     with pytest.raises(ModelError, match="no token that ends a text"):
         new_compressor(text_model("llama"), 2)
     with pytest.raises(SpecError, match="inside the model"):

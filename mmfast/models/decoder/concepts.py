@@ -87,6 +87,11 @@ def check_concepts(compressor: Any, path: str, model: Any) -> None:
     if not isinstance(compressor, CompLLM):
         raise ModelError(f"{path!r} holds a {compressor.name!r}, not a 'compllm'; write that name")
     text, mine = decoder_of(model), compressor.config
+    if any(name.endswith(".base_layer") for name in linear_shapes(text)):
+        raise ModelError(
+            "compllm reads segments with layers that it knows by name, and an adapter of PEFT is "
+            "around some of them; attach to what its merge_and_unload() returns"
+        )
     width = model.get_input_embeddings().weight.shape[1]
     if (mine["width"], mine["shapes"]) != (width, linear_shapes(text)):
         raise ModelError(
@@ -149,6 +154,12 @@ class SegmentStore:
                 self._known.move_to_end(key)
             return self._known.get(key)
 
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._known.clear()
+            self.bytes = 0
+
     def put(self, key: Hashable, value: Tensor) -> None:
         """Hold `[k, D]`, a copy: a slice would hold all of its batch."""
         value = value.clone()
@@ -160,12 +171,21 @@ class SegmentStore:
                 self.bytes -= self._known.popitem(last=False)[1].nbytes
 
 
+def _state_of(text: Any) -> list[Any]:
+    """Tell where the weights of a model are and how often they changed; equal while they stay."""
+    return [
+        (each.data_ptr(), each.dtype, each.device, 0 if each.is_inference() else each._version)
+        for each in text.parameters()
+    ]
+
+
 class ContextReader:
     """Reads the text before a question under `attach`, segment by segment, each one once."""
 
     def __init__(self, model: Any, knobs: Mapping[str, Any]) -> None:
         self._text, self._path = decoder_of(model), str(knobs["path"])
         self._first, self._plain = int(knobs["first"]), False
+        self._made: Any = None  # weights that embeddings in the store are of
         self.store = SegmentStore(int(knobs["memory"]) * MIB)
         weight = model.get_input_embeddings().weight
         check_concepts(placed(self._path, weight.device, weight.dtype), self._path, model)
@@ -197,6 +217,9 @@ class ContextReader:
         rows = list[tuple[Tensor, list[Hashable]]]()
         if ids is not None and not self._plain:
             self._refuse_scaled(hidden, ids)
+        if (made := (compressor, _state_of(self._text))) != self._made:
+            self.store.clear()
+            self._made = made
         for number, (row, where) in enumerate(prompts):
             x = hidden[row].index_select(0, where.to(hidden.device))
             words = None if ids is None else ids[row, where.to(ids.device)].tolist()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 from mmfast.caches.plan import CachePlan
-from mmfast.compressors.base import find
+from mmfast.compressors.base import check_file, find
 from mmfast.core.errors import ModelError, SpecError, unknown
 from mmfast.core.registry import ALL, MEDIA, TEXT, TOKENS, methods
 from mmfast.core.spec import Spec, expand
@@ -268,8 +269,10 @@ def weighted(spec: Spec, model: Any) -> Spec:
             "that no compressor has learned; use a reducer that keeps tokens, such as 'divprune'"
         )
     home = str(getattr(model, "name_or_path", "") or "")
-    path = spec.knobs.get("path") or find(home, spec.method.name, int(spec.budget or 0))
-    return replace(spec, knobs={**spec.knobs, "path": str(path)})
+    name, tokens = spec.method.name, int(spec.budget or 0)
+    path = Path(str(spec.knobs.get("path") or find(home, name, tokens))).absolute()
+    check_file(path, name, tokens, int(decoder_of(model).config.hidden_size))
+    return replace(spec, knobs={**spec.knobs, "path": str(path)})  # wherever a prompt is read from
 
 
 def _check_concepts(specs: Sequence[Spec], model: Any) -> None:
@@ -297,7 +300,7 @@ def ranked(spec: Spec, model: Any) -> Spec:
     if spec.method.kind != "ranker" or spec.whole:
         return spec
     home, named = str(getattr(model, "name_or_path", "") or ""), str(spec.knobs.get("path", ""))
-    path = find_ranking(home, spec.method.name, spec.layer, named)
+    path = find_ranking(home, spec.method.name, spec.layer, named).absolute()
     return replace(spec, knobs={**spec.knobs, "path": str(path)})
 
 

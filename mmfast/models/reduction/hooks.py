@@ -62,6 +62,7 @@ from mmfast.models.reduction.training import (
     note_change,
     refuse_cache,
     refuse_places,
+    tell_constant,
 )
 from mmfast.models.wrappers import attention_at, base_of, decoder_of, layers_of, turns_once
 
@@ -92,9 +93,9 @@ class Hooks:
         ends = any(site.of_text or site.bypasses or site.fuses for site in sites)
         self._prompts = PromptTracker() if ends else None
         self._tracks = self._prompts is not None and not whole
-        # What reads the end of a prompt inside the model must not find drafts there.
-        deep = any(site.deep for site in sites) and not whole
-        self._ends = self._prompts if self._tracks else PromptTracker() if deep else None
+        # What reads the end of a prompt, or its question, must not find drafts there.
+        reads_end = any(site.deep or site.asks for site in sites) and not whole
+        self._ends = self._prompts if self._tracks else PromptTracker() if reads_end else None
         self._reviving = reviving = {site.layer for site in sites if site.revives}
         self._turns = turns_once(self._text, self._adapter.mrope)
         renumbers = any(site.renumbers(self._turns) for site in sites)
@@ -340,10 +341,14 @@ class Hooks:
             refuse_own_mask(mask, length, call.past, cache, blocks, self._text.config)
         if step.sites:
             refuse_packed(kwargs.get("position_ids"), mask, stored)
+        acting = (spec for site in step.sites for spec in site.specs)
+        tell_constant(acting, self._base, self._text, self._trace)
         step.before = self._before
         # A store follows drafts, too, which sites of text do not cut.
         step.reviving = self._reviving
         step.turns, step.restores = self._turns, not self._text.training
+        if part is None and self._ends is not None:
+            part = self._ends.part(call.past, length)
         if part is not None and (part.rest or not part.first):
             whole = length + part.rest  # a budget may exceed a part, which then acts on nothing
             late = [s for s in sites if s.of_text and shortens(s, whole - s.last)]

@@ -104,6 +104,12 @@ class Site:
         return any(spec.method.fuses and not spec.whole for spec in self.specs)
 
     @property
+    def asks(self) -> bool:
+        """It reads the text of a prompt in front of the decoder."""
+        specs = () if self.deep else self.specs
+        return any("query" in spec.method.needs and not spec.whole for spec in specs)
+
+    @property
     def joint(self) -> bool:
         """A stage looks at all images of a prompt at once."""
         return any(spec.method.scope == "prompt" for spec in self.specs)
@@ -142,7 +148,7 @@ def sites_of(specs: Sequence[Spec]) -> list[Site]:
 
 
 def refuse_parts(sites: Sequence[Site]) -> None:
-    """ModelError for a site that drops or fuses text, in a prompt that comes in parts."""
+    """ModelError for a site that drops, fuses or asks text, in a prompt that comes in parts."""
     for site in sites:
         if site.fuses:
             spec = next(spec for spec in site.specs if spec.method.fuses)
@@ -154,6 +160,12 @@ def refuse_parts(sites: Sequence[Site]) -> None:
             raise ModelError(
                 f"'{site.specs[0]}' asks the end of a prompt which of its text may go, and chunked "
                 "prefill shows a part; leave out prefill_chunk_size"
+            )
+        if site.asks:
+            spec = next(spec for spec in site.specs if "query" in spec.method.needs)
+            raise ModelError(
+                f"'{spec}' reads the question of a prompt, and chunked prefill shows a part; leave "
+                "out prefill_chunk_size"
             )
 
 

@@ -19,9 +19,11 @@ from transformers import PreTrainedModel
 
 from mmfast.core.errors import ModelError
 from mmfast.core.reduction import gather_rows
+from mmfast.core.spec import Spec
+from mmfast.core.trace import Trace
 from mmfast.models.cache_name import CACHE, OLD
 from mmfast.models.reduction.call import PassState, is_static
-from mmfast.models.wrappers import base_of
+from mmfast.models.wrappers import base_of, layers_of
 
 IGNORE = -100  # label of a token that takes no part in a loss
 _LOSS = "_loss_function"  # where transformers keeps a loss function that was set
@@ -154,6 +156,30 @@ def refuse_places(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             "logits_to_keep as places counts the tokens of the whole prompt, and reduce= drops "
             "some; give the number of last tokens, or leave it out"
         )
+
+
+def tell_constant(specs: Iterable[Spec], base: Any, text: Any, trace: Trace) -> None:
+    """Warn of a compressor in training, whose vectors are constants for what computes its input.
+
+    That is the vision tower and the projector, or for one of text the language model itself.
+    """
+    if not text.training or not (
+        torch.is_grad_enabled() or any(map(checkpointed, layers_of(text)))
+    ):
+        return
+    for spec in specs:
+        if not spec.method.learned or spec.whole:
+            continue
+        inside = set() if spec.method.rate else {id(each) for each in text.parameters()}
+        if any(each.requires_grad and id(each) not in inside for each in base.parameters()):
+            name = spec.method.name
+            trace.warn(
+                f"{name} gives vectors without gradients: embeddings that it read are not learned "
+                "through them"
+                if spec.method.rate
+                else f"{name} gives vectors without gradients: the vision tower and what is behind "
+                "it learn nothing through them; freeze those, or train with a reducer"
+            )
 
 
 def note_change(

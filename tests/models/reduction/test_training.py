@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,8 @@ from training_oracle import (
 from transformers import DynamicCache, StaticCache
 
 from mmfast.attach import attach
+from mmfast.compressors import base
+from mmfast.compressors.storm import Storm
 from mmfast.core.errors import ModelError
 from mmfast.models.cache_name import CACHE
 from mmfast.models.reduction.training import CHECKPOINTING
@@ -341,3 +345,33 @@ def test_a_cache_that_checkpointing_cannot_fill_is_refused(
     static = StaticCache(config=config, max_cache_len=64)
     with attach(again.model, **spec), pytest.raises(ModelError, match="StaticCache of 0 tokens"):
         again.model(**inputs, **{CACHE: static})
+
+
+def test_a_compressor_tells_that_the_tower_learns_nothing_through_it(tmp_path: Path) -> None:
+    """Its vectors have no gradients, in a checkpointed pass and in any other."""
+    this = learner("llava")
+    inputs, path = batch_of(this, TEXTS), tmp_path / "weights.safetensors"
+    base.save(Storm(32, 1, (6, 6), inner=8), path)
+    inner, text = this.model.model, this.model.model.language_model
+    own = {id(each) for each in text.parameters()}
+    rest = [each for each in inner.parameters() if id(each) not in own]
+    for checkpointing in (False, True):
+        getattr(this.model, f"{CHECKPOINTING}_{'enable' if checkpointing else 'disable'}")()
+        with attach(this.model, f"storm:1?path={path}") as trace:
+            with pytest.warns(UserWarning, match=r"storm .* the vision tower .* learn nothing"):
+                gradients(this, lambda: this.model(**inputs).loss)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                gradients(this, lambda: this.model(**inputs).loss)  # once
+        assert sum("without gradients" in note for note in trace.notes) == 1
+        with attach(this.model, f"storm:1?path={path}") as trace:
+            for each in rest:
+                each.requires_grad_(False)
+            gradients(this, lambda: this.model(**inputs).loss)
+            for each in rest:
+                each.requires_grad_(True)
+        assert not trace.notes
+    this.model.eval()
+    with attach(this.model, f"storm:1?path={path}") as trace:
+        this.model(**inputs)
+    assert not trace.notes
