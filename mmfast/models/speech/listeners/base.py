@@ -7,7 +7,7 @@ A kind of model is one file in this folder with a class that writes a batch of s
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
@@ -25,6 +25,7 @@ from mmfast.models.speech.sound import pieces
 BATCH = 8  # sounds that are written down at once
 STAGES = ("reduce", "cache")
 L = TypeVar("L", bound="StockListener")
+T = TypeVar("T")
 
 
 class StockListener:
@@ -58,6 +59,11 @@ class StockListener:
         self.model, self.processor = model, processor
         self.rate = int(processor.feature_extractor.sampling_rate)
         self.options: dict[str, Any] = {}
+
+    @property
+    def shortest(self) -> int:
+        """Samples of the shortest sound that makes a frame of the encoder."""
+        return 1
 
     @property
     def streams(self) -> bool:
@@ -104,7 +110,9 @@ class StockListener:
     ) -> tuple[list[str], Trace]:
         """Return what is said in each sound, and the trace of the stages that acted."""
         how, trace = self._how(options), Trace()
-        cut = [pieces(pcm, rate, self.rate, self.longest) for pcm in sounds]
+        cut = [
+            self._audible(pieces(pcm, rate, self.rate, self.longest), trace) for pcm in sounds
+        ]
         flat = [piece for mine in cut for piece in mine]
         found: list[str] = []
         with self.stages(how, trace), torch.inference_mode(), stock_errors(self.model):
@@ -112,6 +120,17 @@ class StockListener:
                 found += self.write(flat[start : start + batch], how, trace)
         texts = iter(found)
         return [" ".join(t for _ in mine if (t := next(texts).strip())) for mine in cut], trace
+
+    def _audible(self, parts: list[Tensor], trace: Trace) -> list[Tensor]:
+        """Return the parts that make a frame; the others are noted, as nothing is heard in them."""
+        for part in parts:
+            if len(part) < self.shortest:
+                ms = 1e3 * len(part) / self.rate, 1e3 * self.shortest / self.rate
+                trace.warn(
+                    f"{ms[0]:.0f} ms of sound are too short for {type(self.model).__name__}, which "
+                    f"hears {ms[1]:.0f} ms or more: no text is written for them"
+                )
+        return [part for part in parts if len(part) >= self.shortest]
 
     @contextmanager
     def stages(self, how: dict[str, Any], trace: Trace) -> Iterator[None]:
@@ -168,6 +187,23 @@ def stock_errors(model: Any) -> Iterator[None]:
     except (ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"{type(model).__name__} cannot listen so: {reason}") from error
+
+
+def field(kernels: Iterable[int], strides: Iterable[int]) -> int:
+    """Samples that one frame behind a stack of convolutions sees."""
+    seen = 1
+    for kernel, stride in reversed([*zip(kernels, strides, strict=True)]):
+        seen = (seen - 1) * stride + kernel
+    return seen
+
+
+def by_length(sounds: list[Tensor], write: Callable[[list[Tensor]], list[T]]) -> list[T]:
+    """Write sounds of equal length together: an encoder that masks no padding would hear it."""
+    found: dict[int, T] = {}
+    for length in sorted({len(sound) for sound in sounds}):
+        places = [n for n, sound in enumerate(sounds) if len(sound) == length]
+        found |= zip(places, write([sounds[n] for n in places]), strict=True)
+    return [found[n] for n in range(len(sounds))]
 
 
 def arrays(sounds: Iterable[Tensor]) -> list[Any]:

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from mmfast.core.trace import Trace
 from mmfast.models.loading import speech_family
-from mmfast.models.speech.listeners.base import StockListener, arrays, stock_errors
+from mmfast.models.speech.listeners.base import (
+    StockListener,
+    arrays,
+    by_length,
+    field,
+    stock_errors,
+)
 from mmfast.models.speech.sound import resampled, taken
 
 NO_TOKENS = "a CTC model has no decoder that reads audio tokens and keeps keys"
@@ -38,19 +44,22 @@ class CtcListener(StockListener):
 
     def write(self, sounds: list[Tensor], how: Mapping[str, Any], trace: Trace) -> list[str]:
         """Write sounds down; those of a model without a mask share a pass at equal length."""
-        found = {
-            place: ids
-            for group in self._groups(sounds)
-            for place, ids in zip(group, self._ids([sounds[n] for n in group]), strict=True)
-        }
-        return [self._text(found[place]) for place in range(len(sounds))]
+        ids = self._ids(sounds) if self._masks else by_length(sounds, self._ids)
+        return [self._text(each) for each in ids]
 
-    def _groups(self, sounds: list[Tensor]) -> list[list[int]]:
-        """Sounds that may share a pass: padding that is not masked would be heard."""
-        if getattr(self.processor.feature_extractor, "return_attention_mask", True):
-            return [list(range(len(sounds)))]
-        lengths = sorted({len(sound) for sound in sounds})
-        return [[n for n, sound in enumerate(sounds) if len(sound) == own] for own in lengths]
+    @property
+    def _masks(self) -> bool:
+        """Whether padding is masked everywhere: a norm over time would hear it."""
+        own = getattr(self.processor.feature_extractor, "return_attention_mask", True)
+        return bool(own) and getattr(self.model.config, "feat_extract_norm", "") != "group"
+
+    @property
+    def shortest(self) -> int:
+        """Samples of the shortest sound that makes a frame of the encoder."""
+        config = self.model.config
+        if not hasattr(config, "conv_kernel"):
+            return 1
+        return field(config.conv_kernel, config.conv_stride)
 
     def _ids(self, sounds: list[Tensor]) -> list[list[int]]:
         """Ids of the frames of each sound, without those of padding."""
@@ -106,7 +115,7 @@ class CtcListener(StockListener):
         while going:
             most = (before + size + around) * hop  # a later sample would depend on the split
             buffer, going = taken(buffer, sound, most)
-            if not len(buffer) or (not going and len(buffer) <= before * hop):
+            if not going and len(buffer) < max(before * hop + 1, self.shortest):
                 return
             with torch.inference_mode(), stock_errors(self.model):
                 ids = self._ids([buffer[:most]])[0]

@@ -30,6 +30,11 @@ class TransducerListener(StockListener):
     whole = "its encoder attends to the whole recording"
     frozen: ClassVar[Mapping[str, str]] = {"reduce": NO_TOKENS, "cache": NO_TOKENS}
 
+    @property
+    def shortest(self) -> int:
+        """Samples of the shortest sound that makes a frame of the encoder."""
+        return int(self.processor.feature_extractor.hop_length)
+
     def reader(self, how: Mapping[str, Any]) -> Any:
         """Return the processor of a call."""
         return self.processor
