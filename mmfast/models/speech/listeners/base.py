@@ -7,8 +7,8 @@ A kind of model is one file in this folder with a class that writes a batch of s
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
 from mmfast.models.reduction.check import check
-from mmfast.models.speech.sound import pieces
+from mmfast.models.speech.sound import Watched, pieces
 
 BATCH = 8  # sounds that are written down at once
 STAGES = ("reduce", "cache")
@@ -35,6 +35,7 @@ class StockListener:
         longest: Seconds of sound that the model reads at once; longer sound is cut where it is
             quietest.
         knobs: Options of a call, beside `reduce` and `cache`.
+        streamed: Those of them that act on a stream alone.
         whole: Reason why it does not stream, or "" where it does.
         frozen: Reasons why `reduce` and `cache` cannot act, by their names.
         attached: Those of the two that are attached to the model.
@@ -42,6 +43,7 @@ class StockListener:
 
     longest: ClassVar[float] = 30.0
     knobs: ClassVar[frozenset[str]] = frozenset()
+    streamed: ClassVar[frozenset[str]] = frozenset()
     whole: ClassVar[str] = "it reads a recording as a whole"
     frozen: ClassVar[Mapping[str, str]] = {}
     attached: ClassVar[tuple[str, ...]] = STAGES
@@ -109,10 +111,10 @@ class StockListener:
         self, sounds: Sequence[Tensor], rate: int = 16_000, batch: int = BATCH, **options: Any
     ) -> tuple[list[str], Trace]:
         """Return what is said in each sound, and the trace of the stages that acted."""
+        if idle := sorted(self.streamed & options.keys()):
+            raise MmfastError(f"{', '.join(idle)} of {type(self.model).__name__}: of a stream only")
         how, trace = self._how(options), Trace()
-        cut = [
-            self._audible(pieces(pcm, rate, self.rate, self.longest), trace) for pcm in sounds
-        ]
+        cut = [self._audible(pieces(pcm, rate, self.rate, self.longest), trace) for pcm in sounds]
         flat = [piece for mine in cut for piece in mine]
         found: list[str] = []
         with self.stages(how, trace), torch.inference_mode(), stock_errors(self.model):
@@ -149,15 +151,35 @@ class StockListener:
         raise NotImplementedError
 
     def stream(self, chunks: Iterable[Tensor], rate: int = 16_000, **options: Any) -> Iterator[str]:
-        """Yield text while chunks of sound come; joined it is the whole text.
+        """Yield text while chunks of sound come; joined it is the whole text, "" of silence.
 
         ModelError: the model hears only what has been said.
         """
-        raise ModelError(
-            f"{type(self.model).__name__} does not stream: {self.whole}; call it with the whole "
-            "recording, or take a listener that does: kyutai_speech_to_text, voxtral_realtime, "
-            "nemotron_asr_streaming, parakeet_ctc, wav2vec2"
-        )
+        if self.whole:
+            raise ModelError(
+                f"{type(self.model).__name__} does not stream: {self.whole}; call it with the "
+                "whole recording, or take a listener that does: kyutai_speech_to_text, "
+                "voxtral_realtime, nemotron_asr_streaming, parakeet_ctc, wav2vec2"
+            )
+        return self._unless_silent(Watched(chunks), rate, options)
+
+    def _unless_silent(
+        self, sound: Watched, rate: int, options: Mapping[str, Any]
+    ) -> Iterator[str]:
+        """Yield the text of a stream; what is written of silence in front waits for a sound."""
+        held = ""
+        with closing(self.follow(sound, rate, **options)) as pieces:
+            for piece in pieces:
+                held += piece
+                if held and sound.loud:
+                    yield held
+                    held = ""
+
+    def follow(
+        self, chunks: Iterable[Tensor], rate: int, **options: Any
+    ) -> Generator[str, None, None]:
+        """Yield what each chunk of a stream adds; silence may be heard as anything."""
+        raise NotImplementedError
 
     def own(self) -> Any:
         """Return the same weights with attributes of their own.

@@ -7,12 +7,13 @@ context reaches the ends. Papers: arXiv 2006.11477 (wav2vec 2.0), 2106.07447 (Hu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from mmfast.core.errors import SpecError
 from mmfast.core.trace import Trace
 from mmfast.models.loading import speech_family
 from mmfast.models.speech.listeners.base import (
@@ -24,6 +25,7 @@ from mmfast.models.speech.listeners.base import (
 )
 from mmfast.models.speech.sound import resampled, taken
 
+LONGEST = 600.0  # seconds of a chunk of a stream, and on each side of it
 NO_TOKENS = "a CTC model has no decoder that reads audio tokens and keeps keys"
 
 
@@ -39,7 +41,7 @@ class CtcListener(StockListener):
     """
 
     whole = ""
-    knobs = frozenset({"chunk", "context"})
+    knobs = streamed = frozenset({"chunk", "context"})
     frozen: ClassVar[Mapping[str, str]] = {"reduce": NO_TOKENS, "cache": NO_TOKENS}
 
     def write(self, sounds: list[Tensor], how: Mapping[str, Any], trace: Trace) -> list[str]:
@@ -95,11 +97,15 @@ class CtcListener(StockListener):
         encoder = getattr(config, "encoder_config", config)
         return int(features.hop_length * encoder.subsampling_factor)
 
-    def stream(self, chunks: Iterable[Tensor], rate: int = 16_000, **options: Any) -> Iterator[str]:
+    def follow(
+        self, chunks: Iterable[Tensor], rate: int, **options: Any
+    ) -> Generator[str, None, None]:
         """Yield what a chunk adds; `context` seconds behind it must have come."""
         how = self._how(options)
-        size = round(how.get("chunk", 2.0) * self.rate / self.hop) or 1
-        around = round(how.get("context", 4.0) * self.rate / self.hop)
+        chunk, context = how.get("chunk", 2.0), how.get("context", 4.0)
+        _check_seconds("chunk", chunk, self.hop / self.rate)
+        _check_seconds("context", context, 0.0)
+        size, around = (round(seconds * self.rate / self.hop) for seconds in (chunk, context))
         ids: list[int] = []
         given = ""
         for more in self._windows(resampled(chunks, rate, self.rate), size, around):
@@ -122,3 +128,9 @@ class CtcListener(StockListener):
             yield ids[before : before + size if going else None]
             drop = max(before + size - around, 0) if going else 0
             buffer, before = buffer[drop * hop :], before + size - drop
+
+
+def _check_seconds(name: str, value: Any, least: float) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and least <= value <= LONGEST):
+        raise SpecError(f"{name}={value!r} is not allowed; give seconds, {least:g} to {LONGEST:g}")
