@@ -51,7 +51,7 @@ class CtcListener(StockListener):
 
     @property
     def _masks(self) -> bool:
-        """Whether padding is masked everywhere: a norm over time would hear it."""
+        """Return True where padding is masked everywhere; a norm over time would hear it."""
         own = getattr(self.processor.feature_extractor, "return_attention_mask", True)
         return bool(own) and getattr(self.model.config, "feat_extract_norm", "") != "group"
 
