@@ -55,7 +55,7 @@ RANGES = (
     ("a number of at least 0", 0, MOST, "delay quiet temperature"),
     ("a number above 0 and at most 1", ABOVE, 1, "frame_cache top_p typical_p"),
     ("a number from 0 to 1", 0, 1, "gate min_p"),
-    ("True or False", 0, 1, "check do_sample"),
+    ("True or False", 0, 1, "check do_sample translate"),
 )
 NUMBERS = {name: (each[1], each[2], each[0]) for each in RANGES for name in each[3].split()}
 READERS: dict[str, Callable[[Any], Any]] = {
@@ -66,6 +66,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "weights": check_weights,
     "prefill": plan_prefill,
     "attn": check_attn,
+    "language": lambda value: _of_kind("language", value, str, "a name such as 'en'"),
     "limits": lambda value: _of_kind("limits", value, Limits, "mmfast.frontends.source.Limits"),
     "folder": lambda value: _of_kind("folder", value, (str, PathLike), "the path of a folder"),
     "device": loading.pick_device,

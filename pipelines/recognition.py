@@ -129,6 +129,7 @@ class SpeechToText:
 
     def _check(self, model: Any, options: Mapping[str, Any]) -> None:
         check_made(self.task, options, PLACE)
+        check_values(self.task, options)
         if options and (names := models.check_options(model, "transcribe", {})) is not None:
             if not names and (others := sorted(options.keys() & OTHERS)):
                 raise MmfastError(

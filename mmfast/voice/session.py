@@ -448,9 +448,11 @@ class VoiceSession(Dialogue):
             return item.id
 
     def delete(self, item: str) -> None:
-        """Forget an item; a reply that is being said falls silent."""
+        """Forget an item; a reply that is being said falls silent, a question stays unanswered."""
         with self.lock:
             super().delete(item)
+            if self._unanswered is not None and self._unanswered[0].id == item:
+                self._unanswered = None
 
     def turns(self) -> tuple[Turn, ...]:
         """Return the context: what was heard so far, oldest first."""
@@ -463,7 +465,10 @@ class VoiceSession(Dialogue):
             return {"items": self.history.save(), "next": dict(self._next)}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on with a conversation that `save` gave (else MmfastError), and forget this one."""
+        """Go on with a conversation that `save` gave (else MmfastError), and forget this one.
+
+        What is being said just now, and what waits for an answer, belonged to this one.
+        """
         with self.lock:
             self._check_open()
             numbers = saved.get("next") if isinstance(saved, dict) else None
@@ -471,6 +476,9 @@ class VoiceSession(Dialogue):
                 raise MmfastError("this is no saved conversation; give what save() returned")
             self.history.restore(saved.get("items", ()))
             self.interrupt("cancelled")
+            if self.open or self.held is not None:
+                super().clear()
+            self._unanswered = self._last = self._lost = None
             for kind in self._next:
                 self._next[kind] = max(self._next[kind], numbers.get(kind, 0))
 

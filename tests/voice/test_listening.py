@@ -192,6 +192,21 @@ def test_recordings_become_text(ctc_folder: str, tmp_path: Path) -> None:
         mmfast.pipeline("speech-to-text", Ears()).stream(sounds[0])
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_beams", 0), ("num_beams", True), ("max_new_tokens", "x"), ("language", 5),
+     ("translate", "yes")],
+)  # fmt: skip
+def test_values_of_options_are_checked(
+    name: str, value: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    hear = mmfast.pipeline("speech-to-text", BUILDERS["whisper"](tmp_path_factory.mktemp("w")))
+    with pytest.raises(MmfastError, match=rf"{name}={value!r} is not allowed; give"):
+        hear(noise(8000)[0].clamp(-1, 1), **{name: value})
+    with pytest.raises(MmfastError, match=rf"{name}={value!r} is not allowed; give"):
+        mmfast.pipeline("speech-to-text", "not-read/before", **{name: value})
+
+
 def test_what_a_listener_notes_is_in_the_trace() -> None:
     ears: Any = Ears()
     ears.hear = lambda sounds, *_, **__: (["words"] * len(sounds), Trace(notes=["of its own"]))

@@ -126,6 +126,49 @@ def test_a_saved_conversation_goes_on() -> None:
             other.restore(wrong)  # type: ignore[arg-type]
 
 
+def test_a_deleted_question_is_answered_by_nobody() -> None:
+    session = VoiceSession(HumModel(), HumEar(padding=0.0), answer=False)
+    session.push(torch.cat([hum("hello"), PAUSE]))
+    (item,) = [event.item for event in session.poll() if event.kind == "committed"]
+    session.delete(item)
+    with pytest.raises(MmfastError, match=r"nothing to answer"):
+        session.respond()
+
+
+def test_a_restored_conversation_knows_nothing_of_the_one_before() -> None:
+    first = VoiceSession(HumModel(), HumEar(padding=0.0))
+    first.push(torch.cat([hum("hello"), PAUSE]))
+    work(first)
+    saved = first.save()
+    session = VoiceSession(HumModel(), HumEar(padding=0.0), answer=False)
+    session.push(torch.cat([hum("secret"), PAUSE]))
+    session.restore(saved)
+    with pytest.raises(MmfastError, match=r"nothing to answer"):  # that question is not in it
+        session.respond()
+    session.push(hum("oth"))  # is being said when another conversation takes its place
+    session.restore(saved)
+    assert session.save()["items"] == saved["items"]
+    session.push(torch.cat([hum("yes"), PAUSE]))
+    session.respond()
+    assert said(work(session)) == "yes"
+    assert session.save()["items"][: len(saved["items"])] == saved["items"]
+
+
+def test_a_conversation_restored_into_a_cut_off_turn_loses_no_item() -> None:
+    first = VoiceSession(HumModel(), HumEar(padding=0.0))
+    for text in ("hello", "again"):
+        first.push(torch.cat([hum(text), PAUSE]))
+        work(first)
+    saved = first.save()
+    session = VoiceSession(HumModel(), HumEar(padding=0.0))
+    session.push(torch.cat([hum("which way "), PAUSE]))  # nobody has understood it
+    session.push(hum("does"))
+    session.restore(saved)
+    session.push(torch.cat([hum("yes"), PAUSE]))
+    assert said(work(session)) == "yes"
+    assert session.save()["items"][: len(saved["items"])] == saved["items"]
+
+
 def test_speech_may_leave_a_reply_alone() -> None:
     session = VoiceSession(HumModel(lambda turns: "on and on"), HumEar(), interrupt=False)
     session.push(torch.cat([hum("yes"), PAUSE]))

@@ -50,6 +50,18 @@ def resampled(chunks: Iterable[Tensor], rate: int, target: int) -> Iterator[Tens
     yield resampler.finish(state)[0]
 
 
+class Watched:
+    """Chunks of sound as they come, and whether one of them was more than silence so far."""
+
+    def __init__(self, chunks: Iterable[Tensor]) -> None:
+        self._chunks, self.loud = chunks, False
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for chunk in map(_checked, self._chunks):
+            self.loud = self.loud or bool((chunk.abs() > LOUDNESS).any())
+            yield chunk
+
+
 def pieces(pcm: Tensor, rate: int, target: int, longest: float) -> list[Tensor]:
     """Cut sound where it is quietest, into pieces of at most `longest` seconds.
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from listener_models import RATE, LoadedListeners, noise
 
-from mmfast.core.errors import MediaError, ModelError
+from mmfast.core.errors import MediaError, MmfastError, ModelError, SpecError
 
 # of stock classes that are driven by hand
 pytestmark = [
@@ -44,6 +44,28 @@ def test_a_stream_is_the_recording(kind: str, length: int, load: Any) -> None:
     this = load(kind)
     streamed = "".join(this.stream(SOUND[:length].split(1600), RATE))
     assert streamed.strip() == this.transcribe(SOUND[:length], RATE)
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_stream_of_silence_is_no_text(kind: str, load: Any) -> None:
+    this = load(kind)
+    for chunks in ([], [torch.zeros(0)], torch.zeros(16000).split(1600), [SOUND[:16000] / 1e4]):
+        assert "".join(this.stream(chunks, RATE)) == ""
+    late = torch.cat([torch.zeros(16000), SOUND])  # that silence is part of what is heard
+    if kind in ("voxtral_realtime", "kyutai_speech_to_text"):
+        assert "".join(this.stream(late.split(1600), RATE)).strip() == this.transcribe(late, RATE)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("chunk", "a"), ("chunk", 0), ("chunk", -1.0), ("chunk", float("nan")), ("context", -0.5)],
+)
+def test_seconds_of_a_stream_are_checked(name: str, value: Any, load: Any) -> None:
+    this = load("wav2vec2")
+    with pytest.raises(SpecError, match=rf"{name}=.* give seconds"):
+        list(this.stream([SOUND], RATE, **{name: value}))
+    with pytest.raises(MmfastError, match=rf"{name} of .* of a stream only"):
+        this.hear([SOUND], RATE, **{name: 1.0})
 
 
 @pytest.mark.parametrize("kind", ["wav2vec2", "parakeet_ctc"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from listener_models import BUILDERS, RATE, LoadedListeners, noise
+from listener_models import BUILDERS, RATE, LoadedListeners, ctc, noise
 
 from mmfast.core.errors import MediaError, MmfastError, ModelError, SpecError
 from mmfast.models.speech.listeners.base import StockListener
@@ -91,6 +91,30 @@ def test_a_batch_is_one_by_one(kind: str, load: Any) -> None:
     alone = [this.transcribe(sound, RATE) for sound in SOUNDS]
     assert this.hear(SOUNDS, RATE)[0] == alone
     assert this.hear(SOUNDS, RATE, batch=2)[0] == alone
+
+
+def test_a_norm_over_time_hears_no_padding(load: Any, tmp_path: Path) -> None:
+    group = load_voice(ctc("Wav2Vec2", "group", mask=True)(tmp_path), "cpu", "float32")
+    sounds = [sound.clamp(-1, 1) for sound in noise(16000, 7000, 23456, 9001, 16000, 1200)]
+    for this in (load("moonshine"), group):
+        assert this.hear(sounds, RATE)[0] == [this.transcribe(sound, RATE) for sound in sounds]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shortest"), [("wav2vec2", 400), ("moonshine", 895), ("parakeet_rnnt", 160)]
+)
+def test_a_sound_without_a_frame_is_no_text(kind: str, shortest: int, load: Any) -> None:
+    this, sound = load(kind), SOUNDS[0].clamp(-1, 1)
+    assert this.shortest == shortest
+    this.transcribe(sound[:shortest], RATE)  # is heard
+    with pytest.warns(UserWarning, match=r"too short for .*, which hears \d+ ms or more") as told:
+        texts, trace = this.hear([sound[: shortest - 1], sound], RATE)
+    assert texts == ["", this.transcribe(sound, RATE)]  # the others of the batch are written down
+    assert trace.notes == [str(each.message) for each in told]
+    if this.streams:  # also what is left behind the last chunk
+        chunks = sound[: 9600 - 8].split(8000)
+        assert "".join(this.stream(chunks, RATE, chunk=0.1, context=0.0))
+        assert not list(this.stream([sound[:9]], RATE))
 
 
 @pytest.mark.parametrize("kind", ["parakeet_ctc", "whisper", "voxtral_realtime"])

@@ -12,6 +12,7 @@ import talker_models
 import torch
 from torch import Tensor
 
+import mmfast
 from mmfast.frontends.audio.wav import write_sound
 
 TEXT = "hello there. how are you?"
@@ -127,6 +128,28 @@ def test_streams_on_one_model_take_turns(kind: str, pipes: dict[str, Any]) -> No
     for pieces, pcm in zip(found, alone, strict=True):
         torch.testing.assert_close(torch.cat(pieces), pcm, rtol=0, atol=1e-4)
     assert not torch.equal(*alone)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "qwen3_omni"])
+def test_a_stream_that_ends_leaves_one_that_waits_alone(
+    kind: str, tmp_path: Path, pipes: dict[str, Any]
+) -> None:
+    if kind == "qwen3_omni":
+        pipe = mmfast.pipeline("text-to-speech", talker_models.qwen3_omni(tmp_path))
+        options: dict[str, Any] = {"max_words": 4, "max_codes": 8}
+    else:
+        pipe, options = pipes[kind], {**KINDS[kind][2], "max_new_tokens": 16}
+    alone = pipe("the cat sat.", seed=1, **options).pcm
+    stream = iter(pipe.stream("the cat sat.", seed=1, **options))
+    other = iter(pipe.stream("the cat sat.", seed=2, **options))
+    pieces = [torch.zeros(0)]
+    for each in (stream, other, stream):  # both wait in a hook of the module, that has two
+        while not len(sound := next(each).pcm):
+            pass
+        pieces += [sound] if each is stream else []
+    list(other)
+    pieces += [sound.pcm for sound in stream]
+    torch.testing.assert_close(torch.cat(pieces), alone, rtol=0, atol=1e-4)
 
 
 @pytest.mark.rest_is_slow(3, 2)

@@ -7,8 +7,8 @@ A kind of model is one file in this folder with a class that writes a batch of s
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -20,11 +20,12 @@ from mmfast.core.errors import MmfastError, ModelError, SpecError, unknown
 from mmfast.core.spec import parse
 from mmfast.core.trace import Trace
 from mmfast.models.reduction.check import check
-from mmfast.models.speech.sound import pieces
+from mmfast.models.speech.sound import Watched, pieces
 
 BATCH = 8  # sounds that are written down at once
 STAGES = ("reduce", "cache")
 L = TypeVar("L", bound="StockListener")
+T = TypeVar("T")
 
 
 class StockListener:
@@ -34,6 +35,7 @@ class StockListener:
         longest: Seconds of sound that the model reads at once; longer sound is cut where it is
             quietest.
         knobs: Options of a call, beside `reduce` and `cache`.
+        streamed: Those of them that act on a stream alone.
         whole: Reason why it does not stream, or "" where it does.
         frozen: Reasons why `reduce` and `cache` cannot act, by their names.
         attached: Those of the two that are attached to the model.
@@ -41,6 +43,7 @@ class StockListener:
 
     longest: ClassVar[float] = 30.0
     knobs: ClassVar[frozenset[str]] = frozenset()
+    streamed: ClassVar[frozenset[str]] = frozenset()
     whole: ClassVar[str] = "it reads a recording as a whole"
     frozen: ClassVar[Mapping[str, str]] = {}
     attached: ClassVar[tuple[str, ...]] = STAGES
@@ -58,6 +61,11 @@ class StockListener:
         self.model, self.processor = model, processor
         self.rate = int(processor.feature_extractor.sampling_rate)
         self.options: dict[str, Any] = {}
+
+    @property
+    def shortest(self) -> int:
+        """Samples of the shortest sound that makes a frame of the encoder."""
+        return 1
 
     @property
     def streams(self) -> bool:
@@ -103,8 +111,10 @@ class StockListener:
         self, sounds: Sequence[Tensor], rate: int = 16_000, batch: int = BATCH, **options: Any
     ) -> tuple[list[str], Trace]:
         """Return what is said in each sound, and the trace of the stages that acted."""
+        if idle := sorted(self.streamed & options.keys()):
+            raise MmfastError(f"{', '.join(idle)} of {type(self.model).__name__}: of a stream only")
         how, trace = self._how(options), Trace()
-        cut = [pieces(pcm, rate, self.rate, self.longest) for pcm in sounds]
+        cut = [self._audible(pieces(pcm, rate, self.rate, self.longest), trace) for pcm in sounds]
         flat = [piece for mine in cut for piece in mine]
         found: list[str] = []
         with self.stages(how, trace), torch.inference_mode(), stock_errors(self.model):
@@ -112,6 +122,17 @@ class StockListener:
                 found += self.write(flat[start : start + batch], how, trace)
         texts = iter(found)
         return [" ".join(t for _ in mine if (t := next(texts).strip())) for mine in cut], trace
+
+    def _audible(self, parts: list[Tensor], trace: Trace) -> list[Tensor]:
+        """Return the parts that make a frame; the others are noted, as nothing is heard in them."""
+        for part in parts:
+            if len(part) < self.shortest:
+                ms = 1e3 * len(part) / self.rate, 1e3 * self.shortest / self.rate
+                trace.warn(
+                    f"{ms[0]:.0f} ms of sound are too short for {type(self.model).__name__}, which "
+                    f"hears {ms[1]:.0f} ms or more: no text is written for them"
+                )
+        return [part for part in parts if len(part) >= self.shortest]
 
     @contextmanager
     def stages(self, how: dict[str, Any], trace: Trace) -> Iterator[None]:
@@ -130,15 +151,35 @@ class StockListener:
         raise NotImplementedError
 
     def stream(self, chunks: Iterable[Tensor], rate: int = 16_000, **options: Any) -> Iterator[str]:
-        """Yield text while chunks of sound come; joined it is the whole text.
+        """Yield text while chunks of sound come; joined it is the whole text, "" of silence.
 
         ModelError: the model hears only what has been said.
         """
-        raise ModelError(
-            f"{type(self.model).__name__} does not stream: {self.whole}; call it with the whole "
-            "recording, or take a listener that does: kyutai_speech_to_text, voxtral_realtime, "
-            "nemotron_asr_streaming, parakeet_ctc, wav2vec2"
-        )
+        if self.whole:
+            raise ModelError(
+                f"{type(self.model).__name__} does not stream: {self.whole}; call it with the "
+                "whole recording, or take a listener that does: kyutai_speech_to_text, "
+                "voxtral_realtime, nemotron_asr_streaming, parakeet_ctc, wav2vec2"
+            )
+        return self._unless_silent(Watched(chunks), rate, options)
+
+    def _unless_silent(
+        self, sound: Watched, rate: int, options: Mapping[str, Any]
+    ) -> Iterator[str]:
+        """Yield the text of a stream; what is written of silence in front waits for a sound."""
+        held = ""
+        with closing(self.follow(sound, rate, **options)) as pieces:
+            for piece in pieces:
+                held += piece
+                if held and sound.loud:
+                    yield held
+                    held = ""
+
+    def follow(
+        self, chunks: Iterable[Tensor], rate: int, **options: Any
+    ) -> Generator[str, None, None]:
+        """Yield what each chunk of a stream adds; silence may be heard as anything."""
+        raise NotImplementedError
 
     def own(self) -> Any:
         """Return the same weights with attributes of their own.
@@ -168,6 +209,23 @@ def stock_errors(model: Any) -> Iterator[None]:
     except (ValueError, KeyError, TypeError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"{type(model).__name__} cannot listen so: {reason}") from error
+
+
+def field(kernels: Iterable[int], strides: Iterable[int]) -> int:
+    """Samples that one frame behind a stack of convolutions sees."""
+    seen = 1
+    for kernel, stride in reversed([*zip(kernels, strides, strict=True)]):
+        seen = (seen - 1) * stride + kernel
+    return seen
+
+
+def by_length(sounds: list[Tensor], write: Callable[[list[Tensor]], list[T]]) -> list[T]:
+    """Write sounds of equal length together: an encoder that masks no padding would hear it."""
+    found: dict[int, T] = {}
+    for length in sorted({len(sound) for sound in sounds}):
+        places = [n for n, sound in enumerate(sounds) if len(sound) == length]
+        found |= zip(places, write([sounds[n] for n in places]), strict=True)
+    return [found[n] for n in range(len(sounds))]
 
 
 def arrays(sounds: Iterable[Tensor]) -> list[Any]:

@@ -7,17 +7,25 @@ context reaches the ends. Papers: arXiv 2006.11477 (wav2vec 2.0), 2106.07447 (Hu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from mmfast.core.errors import SpecError
 from mmfast.core.trace import Trace
 from mmfast.models.loading import speech_family
-from mmfast.models.speech.listeners.base import StockListener, arrays, stock_errors
+from mmfast.models.speech.listeners.base import (
+    StockListener,
+    arrays,
+    by_length,
+    field,
+    stock_errors,
+)
 from mmfast.models.speech.sound import resampled, taken
 
+LONGEST = 600.0  # seconds of a chunk of a stream, and on each side of it
 NO_TOKENS = "a CTC model has no decoder that reads audio tokens and keeps keys"
 
 
@@ -33,24 +41,27 @@ class CtcListener(StockListener):
     """
 
     whole = ""
-    knobs = frozenset({"chunk", "context"})
+    knobs = streamed = frozenset({"chunk", "context"})
     frozen: ClassVar[Mapping[str, str]] = {"reduce": NO_TOKENS, "cache": NO_TOKENS}
 
     def write(self, sounds: list[Tensor], how: Mapping[str, Any], trace: Trace) -> list[str]:
         """Write sounds down; those of a model without a mask share a pass at equal length."""
-        found = {
-            place: ids
-            for group in self._groups(sounds)
-            for place, ids in zip(group, self._ids([sounds[n] for n in group]), strict=True)
-        }
-        return [self._text(found[place]) for place in range(len(sounds))]
+        ids = self._ids(sounds) if self._masks else by_length(sounds, self._ids)
+        return [self._text(each) for each in ids]
 
-    def _groups(self, sounds: list[Tensor]) -> list[list[int]]:
-        """Sounds that may share a pass: padding that is not masked would be heard."""
-        if getattr(self.processor.feature_extractor, "return_attention_mask", True):
-            return [list(range(len(sounds)))]
-        lengths = sorted({len(sound) for sound in sounds})
-        return [[n for n, sound in enumerate(sounds) if len(sound) == own] for own in lengths]
+    @property
+    def _masks(self) -> bool:
+        """Return True where padding is masked everywhere; a norm over time would hear it."""
+        own = getattr(self.processor.feature_extractor, "return_attention_mask", True)
+        return bool(own) and getattr(self.model.config, "feat_extract_norm", "") != "group"
+
+    @property
+    def shortest(self) -> int:
+        """Samples of the shortest sound that makes a frame of the encoder."""
+        config = self.model.config
+        if not hasattr(config, "conv_kernel"):
+            return 1
+        return field(config.conv_kernel, config.conv_stride)
 
     def _ids(self, sounds: list[Tensor]) -> list[list[int]]:
         """Ids of the frames of each sound, without those of padding."""
@@ -86,11 +97,15 @@ class CtcListener(StockListener):
         encoder = getattr(config, "encoder_config", config)
         return int(features.hop_length * encoder.subsampling_factor)
 
-    def stream(self, chunks: Iterable[Tensor], rate: int = 16_000, **options: Any) -> Iterator[str]:
+    def follow(
+        self, chunks: Iterable[Tensor], rate: int, **options: Any
+    ) -> Generator[str, None, None]:
         """Yield what a chunk adds; `context` seconds behind it must have come."""
         how = self._how(options)
-        size = round(how.get("chunk", 2.0) * self.rate / self.hop) or 1
-        around = round(how.get("context", 4.0) * self.rate / self.hop)
+        chunk, context = how.get("chunk", 2.0), how.get("context", 4.0)
+        _check_seconds("chunk", chunk, self.hop / self.rate)
+        _check_seconds("context", context, 0.0)
+        size, around = (round(seconds * self.rate / self.hop) for seconds in (chunk, context))
         ids: list[int] = []
         given = ""
         for more in self._windows(resampled(chunks, rate, self.rate), size, around):
@@ -106,10 +121,16 @@ class CtcListener(StockListener):
         while going:
             most = (before + size + around) * hop  # a later sample would depend on the split
             buffer, going = taken(buffer, sound, most)
-            if not len(buffer) or (not going and len(buffer) <= before * hop):
+            if not going and len(buffer) < max(before * hop + 1, self.shortest):
                 return
             with torch.inference_mode(), stock_errors(self.model):
                 ids = self._ids([buffer[:most]])[0]
             yield ids[before : before + size if going else None]
             drop = max(before + size - around, 0) if going else 0
             buffer, before = buffer[drop * hop :], before + size - drop
+
+
+def _check_seconds(name: str, value: Any, least: float) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and least <= value <= LONGEST):
+        raise SpecError(f"{name}={value!r} is not allowed; give seconds, {least:g} to {LONGEST:g}")

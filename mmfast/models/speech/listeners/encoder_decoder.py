@@ -9,6 +9,7 @@ Papers: arXiv 2212.04356 (Whisper), 2410.15608 (Moonshine).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from mmfast.core.tokens import Tokens
 from mmfast.core.trace import Trace
 from mmfast.models.kv.encoded import check_encoded
 from mmfast.models.loading import speech_family
-from mmfast.models.speech.listeners.base import StockListener, arrays
+from mmfast.models.speech.listeners.base import StockListener, arrays, by_length, field
 
 SIGNALS = {"x", "grid"}  # that there are of frames
 
@@ -117,6 +118,11 @@ class MoonshineListener(EncoderDecoderListener):
     """Moonshine: no window, so short sound costs little; a few tokens a second bound the text."""
 
     per_second = 6.5  # tokens of text: its authors' bound, beyond which it repeats itself
+    shortest = field((127, 7, 3), (64, 3, 2))  # of the three convolutions of its encoder
+
+    def write(self, sounds: list[Tensor], how: Mapping[str, Any], trace: Trace) -> list[str]:
+        """Write sounds down, those of equal length in a batch: its first norm is over time."""
+        return by_length(sounds, partial(super().write, how=how, trace=trace))
 
     def bounds(self, sounds: list[Tensor]) -> list[int]:
         """Return the most tokens of each sound."""

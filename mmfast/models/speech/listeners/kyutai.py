@@ -7,7 +7,7 @@ the stock class encodes a recording at once. Paper: arXiv 2509.08753 (delayed st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -54,7 +54,9 @@ class KyutaiListener(StockListener):
         rows = [row[: n + 1] for row, n in zip(out, frames, strict=True)]
         return list(self.processor.batch_decode(rows, skip_special_tokens=True))
 
-    def stream(self, chunks: Iterable[Tensor], rate: int = 16_000, **options: Any) -> Iterator[str]:
+    def follow(
+        self, chunks: Iterable[Tensor], rate: int, **options: Any
+    ) -> Generator[str, None, None]:
         """Yield what each frame adds; the delay of a recording follows the last sample."""
         self._how(options)
         ids: list[int] = []

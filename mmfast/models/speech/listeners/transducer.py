@@ -7,7 +7,7 @@ Paper: arXiv 2304.06795 (TDT).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +29,11 @@ class TransducerListener(StockListener):
 
     whole = "its encoder attends to the whole recording"
     frozen: ClassVar[Mapping[str, str]] = {"reduce": NO_TOKENS, "cache": NO_TOKENS}
+
+    @property
+    def shortest(self) -> int:
+        """Samples of the shortest sound that makes a frame of the encoder."""
+        return int(self.processor.feature_extractor.hop_length)
 
     def reader(self, how: Mapping[str, Any]) -> Any:
         """Return the processor of a call."""
@@ -65,7 +70,9 @@ class NemotronListener(TransducerListener):
             found.set_num_lookahead_tokens(how["lookahead"])
         return found
 
-    def stream(self, chunks: Iterable[Tensor], rate: int = 16_000, **options: Any) -> Iterator[str]:
+    def follow(
+        self, chunks: Iterable[Tensor], rate: int, **options: Any
+    ) -> Generator[str, None, None]:
         """Yield words as the look-ahead behind them has come."""
         with stock_errors(self.model):
             processor = self.reader(self._how(options))

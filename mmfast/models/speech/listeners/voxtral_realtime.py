@@ -6,7 +6,7 @@ reduce; both encoder and decoder look back through a window.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -48,7 +48,9 @@ class VoxtralRealtimeListener(StockListener):
         tokens = -(-count // processor.raw_audio_length_per_tok) + processor.num_right_pad_tokens
         return max(int(tokens - processor.num_delay_tokens) - 2, 0)
 
-    def stream(self, chunks: Iterable[Tensor], rate: int = 16_000, **options: Any) -> Iterator[str]:
+    def follow(
+        self, chunks: Iterable[Tensor], rate: int, **options: Any
+    ) -> Generator[str, None, None]:
         """Yield words as they are written; the padding of a recording follows the last sample."""
         self._how(options)
         processor = self.processor

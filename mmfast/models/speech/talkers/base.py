@@ -161,6 +161,20 @@ def stepped(
                 handle.remove()
 
 
+def named_told(module: nn.Module, steps: Steps, tell: Callable[[dict[str, Any]], None]) -> Any:
+    """Call `tell` with the named arguments of each call of a module in the thread of `steps`.
+
+    Returns the handle. A stream may end while another waits in a hook of the same module: torch
+    then calls the hook that was removed once more, without the named arguments.
+    """
+
+    def called(_: Any, args: Any, named: dict[str, Any] | None = None) -> None:
+        if named is not None and steps.mine():
+            tell(named)
+
+    return module.register_forward_pre_hook(called, with_kwargs=True)
+
+
 class _Reached(BaseException):
     """A module was called; holds its arguments."""
 

@@ -21,6 +21,7 @@ from mmfast.models.speech.talkers.base import (
     GeneratingTalker,
     GeneratorState,
     Steps,
+    named_told,
 )
 
 TASK = "Generate audio following instruction."  # the system prompt of its training
@@ -80,14 +81,13 @@ class HiggsVoice(GeneratingTalker):
     def _hooks(self, steps: Steps) -> Sequence[Any]:
         calls = 0
 
-        def heard(_: Any, args: Any, named: Any) -> None:
+        def heard(named: dict[str, Any]) -> None:
             nonlocal calls
-            if steps.mine():
-                calls += 1
-                if calls > 1:  # the first one reads the prompt
-                    steps.tell(named["audio_input_ids"].clone())
+            calls += 1
+            if calls > 1:  # the first one reads the prompt
+                steps.tell(named["audio_input_ids"].clone())
 
-        return [self.model.register_forward_pre_hook(heard, with_kwargs=True)]
+        return [named_told(self.model, steps, heard)]
 
     def _inputs(self, texts: list[str], how: HiggsOptions) -> Any:
         before = [_turn("system", TASK)]

@@ -21,6 +21,7 @@ from mmfast.models.speech.talkers.base import (
     GeneratorState,
     Steps,
     TalkerOptions,
+    named_told,
 )
 
 
@@ -92,11 +93,11 @@ class PocketVoice(GeneratingTalker):
         return torch.cat([pcm[: len(part)] * part, pcm[len(part) :]])
 
     def _hooks(self, steps: Steps) -> Sequence[Any]:
-        def heard(_: Any, args: Any, named: Any) -> None:
-            if steps.mine() and named.get("audio_latents") is not None:
+        def heard(named: dict[str, Any]) -> None:
+            if named.get("audio_latents") is not None:
                 steps.tell(named["audio_latents"][:, -1:].clone())
 
-        return [self.model.register_forward_pre_hook(heard, with_kwargs=True)]
+        return [named_told(self.model, steps, heard)]
 
     def _inputs(self, texts: list[str], how: PocketOptions) -> Any:
         if how.voice_latents is not None:

@@ -28,6 +28,7 @@ from mmfast.models.speech.talkers.base import (
     GeneratorState,
     Steps,
     StockTalker,
+    named_told,
     set_options,
     stepped,
 )
@@ -144,11 +145,11 @@ class Qwen3OmniVoice(StockTalker):
         return given
 
     def _hooks(self, steps: Steps) -> Sequence[Any]:
-        def spoken(_: Any, args: Any, named: Any) -> None:
-            if steps.mine() and named.get("residual_codes") is not None:
+        def spoken(named: dict[str, Any]) -> None:
+            if named.get("residual_codes") is not None:
                 steps.tell(("code", named["residual_codes"].clone()))
 
-        return [self.model.talker.register_forward_pre_hook(spoken, with_kwargs=True)]
+        return [named_told(self.model.talker, steps, spoken)]
 
 
 class _Listener:
