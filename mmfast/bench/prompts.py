@@ -9,8 +9,9 @@ from typing import Any
 
 from mmfast.bench.own_data import read_media, read_questions
 from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.files import check_directory
 from mmfast.models.adapters import base_named
-from mmfast.models.loading import check_directory, is_text_model, load
+from mmfast.models.loading import is_text_model, load
 from mmfast.models.prompt import build_inputs, chat_inputs
 from mmfast.models.text_chat import load_text
 from mmfast.tiny.evaluate import Subject

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import fields
+from importlib.resources import files
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
@@ -123,10 +124,7 @@ def _check_specs(config: ServerConfig) -> None:
         raise MmfastError(f"--memory {config.memory!r} holds no answer; give a size such as 2GB")
     if auto := is_auto(config.reduce):
         _check_auto(config)
-    if config.model is not None and config.model.startswith((".", "/", "~")):
-        path = Path(config.model).expanduser()
-        if not (path / "config.json").is_file():
-            raise MmfastError(f"model {config.model!r} is no directory of a checkpoint; give one")
+    _check_places(config)
     if config.cache is not None:
         from mmfast.caches.plan import call_plan
 
@@ -142,9 +140,11 @@ def _check_specs(config: ServerConfig) -> None:
 
         plan_prefill(config.prefill)
     if config.decode is not None:
-        from mmfast.decoding.speculation import check_kind, plan_decode
+        from mmfast.decoding.speculation import check_kind, check_place, plan_decode
 
-        check_kind(plan_decode(config.decode))
+        plan = plan_decode(config.decode)
+        check_kind(plan)
+        check_place(plan)
     if config.engine == "ray" and not config.replicas:
         specs = parse(config.reduce, among=listed("reducer"))
         whole = config.cache or config.prefill or config.decode
@@ -166,6 +166,18 @@ def _check_specs(config: ServerConfig) -> None:
         from mmfast.models.attention import check_attn
 
         check_attn(config.attn)
+
+
+def _check_places(config: ServerConfig) -> None:
+    """Refuse models that are not there; a hub id is looked up when it is loaded."""
+    from mmfast.core.files import check_directory
+
+    given = [config.speech, config.listener, config.talker, config.translator]
+    given += [] if config.engine == "vllm" else [config.model]  # which knows its own
+    for where in filter(None, given):
+        embedded = (files("mmfast.assets") / "models" / where).is_dir()
+        if not (embedded or (Path(where) / "adapter_config.json").is_file()):
+            check_directory(where)
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and directories of models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 
-from mmfast.core.errors import MmfastError
+from mmfast.core.errors import MmfastError, ModelError
 
 
 def text_lines(text: str) -> list[str]:
@@ -90,3 +90,17 @@ def sync_folder(path: Path) -> None:
     """Make names in a folder survive a power cut, where the system can."""
     with suppress(OSError), opened(path) as held:  # some file systems refuse folders
         os.fsync(held)
+
+
+def check_directory(where: str) -> None:
+    """Raise `ModelError` where a directory is missing or has no model in it."""
+    path = Path(where)
+    if not path.exists():
+        if where.startswith((".", "/", "~")) or where.count("/") != 1:
+            raise ModelError(
+                f"model directory {where!r} does not exist; give a directory or a hub id"
+            )
+        return
+    if (path / "config.json").is_file():
+        return
+    raise ModelError(f"{where!r} holds no config.json; give the directory of a saved checkpoint")

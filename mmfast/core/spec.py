@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Budget = int | float | None
 WEIGHTS = ("int8", "int4", "float16", "bfloat16", "int8-dynamic")  # forms of packed weights
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 AUTO = "auto"  # in the place of a spec: the planner chooses the reducers
 
 BUDGETS = "a share with a dot in (0, 1] such as 0.25, or a whole number of tokens such as 64"

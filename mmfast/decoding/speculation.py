@@ -31,14 +31,17 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from mmfast.core.errors import SpecError, an, unknown
+from mmfast.core.errors import ModelError, SpecError, an, unknown
+from mmfast.core.files import check_directory
 from mmfast.core.spec import WEIGHTS, Budget, check_budget
 from mmfast.core.spec import parse as parse_stages
 
 SELF, DRAFT, RECYCLE, LOOKUP, BILD = "self", "draft", "recycle", "lookup", "bild"
 EXIT = "exit"
 ATTENTION = "attention"  # the score of self-drafting that is no cache policy
+TRAINING = "python -m mmfast.decoding.train"  # of the adapter of an early exit
 OFF = "none"  # one token a pass, where a server or a stream has another spec
 _COMMON = {"most": 8, "least": 0.3, "adapt": True}
 _KNOBS: dict[str, dict[str, int | float | bool | str]] = {
@@ -209,6 +212,24 @@ def check_kind(plan: DecodePlan | None) -> None:
         f"decode={plan.text!r} learns from what all callers are told, so no server takes it; use "
         "'self:0.1', 'recycle' or 'lookup', or a pipeline"
     )
+
+
+def check_place(plan: DecodePlan | None) -> None:
+    """Refuse (ModelError) a draft model or an adapter that is not there."""
+    if plan is None or not plan.model:
+        return
+    if plan.kind != EXIT:
+        check_directory(plan.model)
+    else:
+        check_exit(plan.model)
+
+
+def check_exit(path: str) -> None:
+    """Refuse (ModelError) the file of an adapter that is not there."""
+    if not Path(path).is_file():
+        raise ModelError(
+            f"decode='exit:{path}' names no file; train one with `{TRAINING} --model DIR`"
+        )
 
 
 def _knobs(kind: str, text: str) -> dict[str, object]:

@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 import torch
 
 from mmfast.core.errors import ModelError, an, unknown
+from mmfast.core.files import check_directory
 from mmfast.core.registry import import_all
+from mmfast.core.spec import DTYPES
 from mmfast.core.speech import Codec
 from mmfast.frontends.codecs.checkpoints import dac_codec, encodec_codec, mimi_codec
 from mmfast.frontends.codecs.latents import pocket_codec, vibevoice_codec
@@ -26,7 +28,6 @@ EMBEDDED = "tiny-scenes"
 # Checkpoints in the package that answer about pictures and clips, by name.
 EMBEDDED_NAMES = ("tiny-video", "tiny-scenes", "tiny-stream", "tiny-document")
 EMBEDDED_TEXT = "tiny-text"  # the one that reads text alone
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 # A checkpoint may be hostile: its code is never run, and its weights are read from safetensors.
 FIXED: Mapping[str, bool] = {"trust_remote_code": False, "use_safetensors": True}
 HUB = (
@@ -242,20 +243,6 @@ def part_of(folder: Path, name: str, auto: str, device: str | torch.device | Non
         return from_pretrained(
             stock_class(auto, "model"), str(place), pick_device(device), torch.float32
         )
-
-
-def check_directory(where: str) -> None:
-    """Raise `ModelError` where a directory is missing or has no model in it."""
-    path = Path(where)
-    if not path.exists():
-        if where.startswith((".", "/", "~")) or where.count("/") != 1:
-            raise ModelError(
-                f"model directory {where!r} does not exist; give a directory or a hub id"
-            )
-        return
-    if (path / "config.json").is_file():
-        return
-    raise ModelError(f"{where!r} holds no config.json; give the directory of a saved checkpoint")
 
 
 def from_pretrained(

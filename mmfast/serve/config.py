@@ -19,6 +19,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from mmfast.core.errors import MmfastError, unknown
+from mmfast.core.spec import DTYPES
 
 # Names that clients of OpenAI send, and the number of the voice that speaks for each.
 VOICE_NAMES = {
@@ -250,6 +251,8 @@ class ServerConfig:
         """Refuse impossible values (MmfastError)."""
         if self.engine not in ENGINES:
             raise MmfastError(unknown("engine", self.engine, ENGINES))
+        if self.engine != "vllm" and self.dtype not in DTYPES:
+            raise MmfastError(unknown("dtype", self.dtype, DTYPES))
         levels = ("debug", "info", "warning", "error")
         if self.log_level not in levels:
             raise MmfastError(unknown("log level", self.log_level, levels))
@@ -350,6 +353,7 @@ class ServerConfig:
 
 
 PREFIX = "MMFAST_"
+_PLACES = ("model", "speech", "listener", "talker", "translator", "guard", "reuse_folder")
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -375,6 +379,10 @@ def resolve(
         if text is not None:
             found[name] = _parsed(text, kind, PREFIX + name.upper())
     found |= {name: value for name, value in flags.items() if value is not None}
+    for name in _PLACES:
+        if str(found.get(name) or "").startswith("~"):  # which no shell has replaced
+            with suppress(RuntimeError):  # a user that is not known
+                found[name] = str(Path(found[name]).expanduser())
     return ServerConfig(**found)
 
 

@@ -256,6 +256,43 @@ def test_serve_dry_run_tells_what_would_be_served() -> None:
     assert "did you mean 'evs'" in guarded("serve", "--dry-run", "--reduce", "evz:0.5")[2]
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--model", "nope", "model directory 'nope' does not exist"),
+        ("--model", "a/b/c", "model directory 'a/b/c' does not exist"),
+        ("--model", "mmfast", "'mmfast' holds no config.json"),
+        ("--speech", "./nope", "model directory './nope' does not exist"),
+        ("--listener", "nope", "model directory 'nope' does not exist"),
+        ("--talker", "nope", "model directory 'nope' does not exist"),
+        ("--translator", "nope", "model directory 'nope' does not exist"),
+        ("--decode", "draft:nope", "model directory 'nope' does not exist"),
+        ("--decode", "exit:nope", "'exit:nope' names no file"),
+        ("--dtype", "float128", "unknown dtype 'float128'"),
+    ],
+)
+def test_serve_refuses_what_is_not_there_before_anything_is_loaded(
+    option: str, value: str, told: str
+) -> None:
+    code, out, err = guarded("serve", "--dry-run", option, value)
+    assert (code, out) == (2, "") and told in err and err.count("\n") == 1
+
+
+def test_serve_knows_models_by_name_by_hub_id_and_at_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "of mine"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("tiny-video", "Qwen/Qwen2.5-VL-7B-Instruct", "~/of mine"):
+        code, out, _ = guarded("serve", "--dry-run", "--json", "--model", name)
+        shown = name.replace("~", str(tmp_path))
+        assert code == 0 and json.loads(out)["model"] == shown
+    assert guarded("serve", "--dry-run", "--speech", "tiny-speech")[0] == 0
+    assert guarded("serve", "--dry-run", "--translator", "tiny-interleaved")[0] == 0
+
+
 def _interrupt(args: list[str], ready: Path, size: int, folder: Path) -> tuple[int, str]:
     """Start a command, send it Ctrl-C once `ready` has `size` bytes, return code and errors."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -415,6 +415,7 @@ def load_draft(where: str, model: Any, kind: torch.dtype | None = None) -> Any:
     """Load a draft model for `model`, beside it; ModelError where their tokens differ."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    loading.check_directory(where)
     with loading.loading(f"draft model {where!r}"):
         config = AutoConfig.from_pretrained(where, trust_remote_code=False)
         text = loading.is_text_model(config.model_type)

@@ -25,13 +25,11 @@ from torch.nn import functional as F
 from mmfast.compressors.base import placed, read_module
 from mmfast.core.errors import ModelError
 from mmfast.decoding.row import DraftLength
-from mmfast.decoding.speculation import DecodePlan
+from mmfast.decoding.speculation import TRAINING, DecodePlan, check_exit
 from mmfast.models.decoder.drafters import BatchText, DraftRun, ModelDrafter
 from mmfast.models.decoder.reader import SequenceReader
 from mmfast.models.wrappers import decoder_of, layers_of
 from mmfast.ops.attention import rotate_at
-
-TRAINING = "python -m mmfast.decoding.train"
 
 
 class ExitAdapter(nn.Module):
@@ -128,10 +126,7 @@ def read_exit(path: str | Path) -> ExitAdapter:
 
 def load_exit(path: str, model: Any) -> ExitAdapter:
     """Read the adapter for a model; ModelError where there is none, or it is another model's."""
-    if not Path(path).is_file():
-        raise ModelError(
-            f"decode='exit:{path}' names no file; train one with `{TRAINING} --model DIR`"
-        )
+    check_exit(path)
     adapter: ExitAdapter = placed(path, model.device, model.dtype, read_exit)
     width, count = model.config.get_text_config().hidden_size, len(layers_of(decoder_of(model)))
     if adapter.config["width"] != width or adapter.layer >= count:
