@@ -222,10 +222,10 @@ def _parse_stage(text: str, kind: str, among: Sequence[Method]) -> Spec:
     site, layer = _parse_site(method, match["site"])
     budget = None if match["budget"] is None else _parse_budget(match["budget"], text)
     if budget is None and not method.adaptive:
-        raise SpecError(
-            f"{method.name!r} needs a budget; write '{method.name}:0.25' for a share "
-            f"or '{method.name}:64' for a number of tokens"
-        )
+        how = f"'{method.name}:0.25' for a share or '{method.name}:64' for a number of tokens"
+        if method.learned:
+            how = f"the {method.takes}, such as '{method.example}'"
+        raise SpecError(f"{method.name!r} needs a budget; write {how}")
     if budget is not None and method.routes:
         raise SpecError(
             f"{method.name!r} takes no budget: it chooses among ways that have their own; write "

@@ -189,8 +189,10 @@ def test_a_spec_counts_tokens_of_a_frame(tmp_path: Path) -> None:
 def test_specs_are_refused_in_one_line() -> None:
     with pytest.raises(SpecError, match="tokens a frame"):
         parse("query_compressor:0.25")
-    with pytest.raises(SpecError, match="needs a budget"):
+    with pytest.raises(SpecError, match=r"needs a budget; write the number of .*_compressor:1'$"):
         parse("query_compressor")
+    with pytest.raises(SpecError, match=r"needs a budget; write the rate .* 'compllm:2'$"):
+        parse("compllm")
     with pytest.raises(SpecError, match="cannot run at site 'llm2'"):
         parse("query_compressor@llm2:1")
     with pytest.raises(SpecError, match="did you mean 'query_compressor'"):
