@@ -142,9 +142,9 @@ def _check_specs(config: ServerConfig) -> None:
     if config.decode is not None:
         from mmfast.decoding.speculation import check_kind, check_place, plan_decode
 
-        plan = plan_decode(config.decode)
-        check_kind(plan)
-        check_place(plan)
+        drafts = plan_decode(config.decode)
+        check_kind(drafts)
+        check_place(drafts)
     if config.engine == "ray" and not config.replicas:
         specs = parse(config.reduce, among=listed("reducer"))
         whole = config.cache or config.prefill or config.decode

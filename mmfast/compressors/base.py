@@ -23,8 +23,10 @@ from mmfast.core.tokens import Tokens
 FOLDER = "compressors"  # beside the weights of a checkpoint
 _HEADER = "compressor"  # entry of the file's metadata that holds its configuration, as JSON
 # What files of another kind end in, and configurations that a class cannot be made of.
-_UNREADABLE = (OSError, SafetensorError, TypeError, ValueError, RuntimeError)
-_UNREADABLE += (ArithmeticError, AttributeError, LookupError)
+_UNREADABLE: tuple[type[Exception], ...] = (
+    *(OSError, SafetensorError, TypeError, ValueError, RuntimeError),
+    *(ArithmeticError, AttributeError, LookupError),
+)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mmfast.core.errors import ModelError
-from mmfast.models.decoder.early_exit import TRAINING, ExitAdapter, ExitStates, new_adapter
+from mmfast.decoding.speculation import TRAINING
+from mmfast.models.decoder.early_exit import ExitAdapter, ExitStates, new_adapter
 from mmfast.models.text_chat import load_text
 from mmfast.tiny import training
 from mmfast.tiny.text.evaluate import NAME
