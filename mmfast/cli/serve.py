@@ -175,8 +175,8 @@ def _check_places(config: ServerConfig) -> None:
     given = [config.speech, config.listener, config.talker, config.translator]
     given += [] if config.engine == "vllm" else [config.model]  # which knows its own
     for where in filter(None, given):
-        embedded = (files("mmfast.assets") / "models" / where).is_dir()
-        if not (embedded or (Path(where) / "adapter_config.json").is_file()):
+        embedded = files("mmfast.assets") / "models" / where / "config.json"
+        if not (embedded.is_file() or (Path(where) / "adapter_config.json").is_file()):
             check_directory(where)
 
 

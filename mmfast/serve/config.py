@@ -260,6 +260,11 @@ class ServerConfig:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if number and name not in _FROM_ZERO and not value > 0:
                 raise MmfastError(f"{name}={value!r} is not allowed; give more than 0")
+        if self.max_tokens < self.default_tokens != ServerConfig.default_tokens:
+            raise MmfastError(
+                f"default_tokens={self.default_tokens} is more than max_tokens={self.max_tokens}, "
+                "the longest answer; give less, or a larger max_tokens"
+            )
         self._check_replicas()
         self._check_reuse()
         self.adapters()

@@ -262,6 +262,9 @@ def test_serve_dry_run_tells_what_would_be_served() -> None:
         ("--model", "nope", "model directory 'nope' does not exist"),
         ("--model", "a/b/c", "model directory 'a/b/c' does not exist"),
         ("--model", "mmfast", "'mmfast' holds no config.json"),
+        ("--model", ".", "'.' holds no config.json"),
+        ("--model", "/", "'/' holds no config.json"),
+        ("--default-tokens", "5000", "default_tokens=5000 is more than max_tokens=1024"),
         ("--speech", "./nope", "model directory './nope' does not exist"),
         ("--listener", "nope", "model directory 'nope' does not exist"),
         ("--talker", "nope", "model directory 'nope' does not exist"),
@@ -285,7 +288,9 @@ def test_serve_knows_models_by_name_by_hub_id_and_at_home(
     model.mkdir()
     (model / "config.json").write_text("{}")
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("tiny-video", "Qwen/Qwen2.5-VL-7B-Instruct", "~/of mine"):
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").write_text("{}")
+    for name in ("tiny-video", "Qwen/Qwen2.5-VL-7B-Instruct", "~/of mine", "~/lora"):
         code, out, _ = guarded("serve", "--dry-run", "--json", "--model", name)
         shown = name.replace("~", str(tmp_path))
         assert code == 0 and json.loads(out)["model"] == shown
