@@ -48,13 +48,17 @@ def _of_making(kind: type) -> set[str]:
 ABOVE, MOST = math.ulp(0.0), sys.float_info.max
 RANGES = (
     ("a whole number of at least 1", 1, MOST, "batch batch_size frames host_blocks max_new_tokens"),
-    ("a whole number of at least 1", 1, MOST, "num_beams sized_for"),
+    ("a whole number of at least 1", 1, MOST, "max_codes max_words num_beams num_diffusion_steps"),
+    ("a whole number of at least 1", 1, MOST, "num_flow_steps sized_for"),
     ("a whole number of at least 0", 0, MOST, "top_k"),
     ("a whole number from 0 to 2**63 - 1", 0, 2**63 - 1, "seed"),
-    ("a number above 0", ABOVE, MOST, "ahead fps repetition_penalty seconds"),
-    ("a number of at least 0", 0, MOST, "delay quiet temperature"),
+    ("a number", -MOST, MOST, "eos_threshold"),
+    ("a number above 0", ABOVE, MOST, "ahead fine_temperature fps maxlenratio rate"),
+    ("a number above 0", ABOVE, MOST, "repetition_penalty seconds"),
+    ("a number of at least 0", 0, MOST, "delay guidance_scale minlenratio noise_scale"),
+    ("a number of at least 0", 0, MOST, "noise_scale_duration quiet temperature"),
     ("a number above 0 and at most 1", ABOVE, 1, "frame_cache top_p typical_p"),
-    ("a number from 0 to 1", 0, 1, "gate min_p"),
+    ("a number from 0 to 1", 0, 1, "gate min_eos_p min_p threshold"),
     ("True or False", 0, 1, "check do_sample translate"),
 )
 NUMBERS = {name: (each[1], each[2], each[0]) for each in RANGES for name in each[3].split()}

@@ -203,6 +203,15 @@ def test_marks_alone_are_told_and_not_said(pipes: dict[str, Any]) -> None:
         ("seamless", {"voice": "3"}, "unknown voice '3'"),
         ("dia", {"temperature": -1.0}, "temperature=-1.0 is not allowed"),
         ("dia", {"seed": "one"}, "seed='one' is not allowed"),
+        ("dia", {"guidance_scale": "x"}, "guidance_scale='x' is not allowed; give a number"),
+        ("vits", {"rate": 0}, "rate=0 is not allowed; give a number above 0"),
+        ("vits", {"noise_scale": -1}, "noise_scale=-1 is not allowed; give a number of at least 0"),
+        ("vits", {"noise_scale_duration": -2}, "noise_scale_duration=-2 is not allowed"),
+        ("speecht5", {"threshold": 2}, "threshold=2 is not allowed; give a number from 0 to 1"),
+        ("speecht5", {"minlenratio": -1}, "minlenratio=-1 is not allowed"),
+        ("speecht5", {"maxlenratio": 0}, "maxlenratio=0 is not allowed"),
+        ("bark", {"min_eos_p": 5}, "min_eos_p=5 is not allowed; give a number from 0 to 1"),
+        ("bark", {"fine_temperature": -1}, "fine_temperature=-1 is not allowed"),
     ],
 )
 def test_wrong_options_are_one_line(
