@@ -15,7 +15,6 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from mmfast.caches.plan import CachePlan
 from mmfast.core.errors import ModelError, SpecError, an
-from mmfast.core.files import check_directory
 from mmfast.core.spec import AUTO, Spec
 from mmfast.core.trace import Row, Trace, peak_bytes
 from mmfast.decoding.row import Costs
@@ -416,7 +415,6 @@ def load_draft(where: str, model: Any, kind: torch.dtype | None = None) -> Any:
     """Load a draft model for `model`, beside it; ModelError where their tokens differ."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    check_directory(where)
     with loading.loading(f"draft model {where!r}"):
         config = AutoConfig.from_pretrained(where, trust_remote_code=False)
         text = loading.is_text_model(config.model_type)

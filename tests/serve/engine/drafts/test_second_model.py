@@ -270,10 +270,7 @@ def test_what_no_server_drafts_is_refused_in_one_line() -> None:
             with pytest.raises(MmfastError, match=said) as error:
                 Ear(made, ask("a", image(1), "what?", decode=spec))
             assert "\n" not in str(error.value)
-    for name, said in {
-        "many": "same tokenizer",
-        "absent": "does not exist; give a directory",
-    }.items():
+    for name, said in {"many": "same tokenizer", "absent": "cannot load"}.items():
         with pytest.raises(ModelError, match=said):
             Scheduler(model_of(ONEVISION), decode=f"draft:{home}/{name}")
     with pytest.raises(ModelError, match="takes drafts back, which Lfm2Vl"):
