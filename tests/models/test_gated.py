@@ -113,6 +113,19 @@ def test_a_module_that_does_more_with_the_same_parts_stays_as_it_is() -> None:
     assert torch.equal(unit(x), unit.down_proj(inner * unit.up_proj(x)))
 
 
+@onednn
+def test_a_module_whose_forward_asks_for_more_stays_as_it_is() -> None:
+    class Routed(Qwen2MLP):
+        def forward(self, x: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = super().forward(x) * share
+            return found
+
+    model = text_model()
+    model.model.layers[1].mlp.__class__ = Routed
+    pack_weights(model, "bfloat16")
+    assert units(model) == [model.model.layers[0].mlp]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("plan", [WeightPlan("int8", "int8"), WeightPlan("int8", "bfloat16")])
 def test_few_rows_in_another_form_are_as_ever(plan: WeightPlan) -> None:
